@@ -222,7 +222,7 @@ class DenseRow:
     slowest: Seconds
 
     def efficiency(self, of_pass: str) -> float:
-        """Of ``forward``, ``backward`` or ``both``."""
+        """Return the efficiency of ``forward``, ``backward`` or ``both``."""
         return float(getattr(self.whole, of_pass) / (self.ranks * getattr(self.slowest, of_pass)))
 
 
@@ -242,7 +242,7 @@ class PackedRow:
     dense_rate: Seconds
 
     def share(self, of_pass: str) -> float:
-        """Of the dense rate, in ``forward`` or ``backward``."""
+        """Return the share of the dense rate, in ``forward`` or ``backward``."""
         return float(getattr(self.rate, of_pass) / getattr(self.dense_rate, of_pass))
 
 

@@ -38,6 +38,8 @@ class Trace:
 
     calls: Counter[str] = field(default_factory=Counter)
     """Calls by file."""
+    functions: Counter[str] = field(default_factory=Counter)
+    """Calls by file and function; a resume of a generator counts as a call."""
     changes: int = 0
     """Calls of a function in another of these files than the last called one."""
     to_kernel: list[str] = field(default_factory=list)
@@ -52,7 +54,8 @@ class Trace:
                 f"files on the stack at the kernel: {len(self.to_kernel)}",
                 *(f"  {name}" for name in self.to_kernel),
                 "most calls:",
-                *(f"  {count:5} {name}" for name, count in self.calls.most_common(12)),
+                *(f"  {count:5} {name}" for name, count in self.calls.most_common()),
+                *(f"  {count:5} {name}" for name, count in self.functions.most_common(40)),
             ]
         )
 
@@ -75,6 +78,7 @@ class Tracer(pl.Callback):
             return
         name = _relative(frame)
         self.trace.calls[name] += 1
+        self.trace.functions[f"{name} {frame.f_code.co_qualname}"] += 1
         self.trace.changes += name != self._last
         self._last = name
         if frame.f_code is self._kernel and not self.trace.to_kernel:

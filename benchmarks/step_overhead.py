@@ -138,8 +138,8 @@ _WATCHED: tuple[tuple[Any, str, str | None], ...] = (
     (SynchronizedIterator, "__next__", LOADER),
     (SynchronizedIterator, "_fetch", None),  # the user's loader
     (ContextParallelRuntime, "shard", SHARDING),
-    (agreement, "gather_vectors", MESSAGES),
-    (ranks, "gather_vectors", MESSAGES),
+    (agreement, "gather_objects", MESSAGES),
+    (ranks, "all_gather", MESSAGES),
     (dist, "all_reduce", MESSAGES),
     (CallCheck, "_complete", CALLS),
     (LossWatch, "_leave", CALLS),

@@ -44,13 +44,13 @@ MOVED = {
 
 
 def install() -> None:
-    """Have Python ask here first."""
+    """Install the finder of old names before Python's own finders."""
     if not any(isinstance(finder, _MovedFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _MovedFinder())
 
 
 def present_name(old: str) -> str | None:
-    """The present name of a module; ``None`` if it never had another one."""
+    """Return the present name of a module; ``None`` if the name is not an old one."""
     if not old.startswith("lightning_cp."):
         return None
     package, rest = old, ""
@@ -63,7 +63,7 @@ def present_name(old: str) -> str | None:
 
 
 class _MovedFinder(importlib.abc.MetaPathFinder):
-    """Comes before Python's own finders."""
+    """Finds old names of modules."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -73,8 +73,8 @@ class _MovedFinder(importlib.abc.MetaPathFinder):
             return None
         if name.startswith("benchmarks.") and importlib.util.find_spec("benchmarks") is None:
             raise ModuleNotFoundError(
-                f"{fullname} is now {name}, which an installed package does not bring. Run "
-                f"python -m {name} in a checkout of the project.",
+                f"{fullname} is now {name}, which an installed package does not contain. "
+                f"Run python -m {name} in a checkout of the project.",
                 name=fullname,
             )
         found = importlib.util.find_spec(name)
@@ -87,7 +87,7 @@ class _MovedFinder(importlib.abc.MetaPathFinder):
 
 
 class _MovedLoader(importlib.abc.InspectLoader):
-    """Hands out the module of the present name."""
+    """Loads an old name as the module of the present name."""
 
     def __init__(self, present: importlib.machinery.ModuleSpec) -> None:
         self._present = present
@@ -96,7 +96,7 @@ class _MovedLoader(importlib.abc.InspectLoader):
         return import_module(self._present.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._present  # the import of the old name has put its own
+        module.__spec__ = self._present  # the import of the old name replaced it
 
     def get_code(self, fullname: str) -> CodeType | None:
         loader: Any = self._present.loader

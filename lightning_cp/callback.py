@@ -1,7 +1,7 @@
-"""ContextParallelCallback: shards batches, unshards outputs, and averages logged values.
+"""ContextParallelCallback: the end of steps and hooks, and a place to change the sharding of batches.
 
-The strategy attaches one automatically and calls its hooks. Subclass it and pass an instance to the Trainer
-to change the sharding of batches.
+The strategy adds one to the Trainer. Subclass it and pass an instance to the Trainer to shard batches or to
+unshard outputs in another way.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.logging.module_logger import RunLog
-from lightning_cp.mixin import refuse_deepspeed
+from lightning_cp.mixin import check_not_deepspeed
 from lightning_cp.runtime.runtime import ContextParallelRuntime
 from lightning_cp.watchdog.phase import Phase
 
 
 class ContextParallelCallback(Callback):
-    """Shards batches, unshards predictions, and makes ``self.log`` show what one process would log."""
+    """The callback of a run: it ends steps, and reduces the values that hooks log."""
 
     def __init__(self) -> None:
         self._runtime: ContextParallelRuntime | None = None
@@ -47,6 +47,11 @@ class ContextParallelCallback(Callback):
             )
         return self._runtime
 
+    @property
+    def core(self) -> ContextParallelRuntime:
+        """The same under its old name."""
+        return self.runtime
+
     def shard_batch(self, batch: Any, *, needs_labels: bool) -> Any:
         """Return the local part of a batch; override it to shard custom containers."""
         return self.runtime.shard(batch, needs_labels=needs_labels)
@@ -58,12 +63,16 @@ class ContextParallelCallback(Callback):
     @property
     def shards_batches(self) -> bool:
         """True if a subclass shards batches its own way."""
-        return type(self).shard_batch is not ContextParallelCallback.shard_batch
+        return self._overrides("shard_batch")
 
     @property
     def unshards_outputs(self) -> bool:
         """True if a subclass unshards outputs its own way."""
-        return type(self).unshard_output is not ContextParallelCallback.unshard_output
+        return self._overrides("unshard_output")
+
+    def _overrides(self, method: str) -> bool:
+        inherited = getattr(type(self), method) is getattr(ContextParallelCallback, method)
+        return method in vars(self) or not inherited
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check that the strategy is the context-parallel one.
@@ -71,7 +80,7 @@ class ContextParallelCallback(Callback):
         Raises:
             ConfigError: the Trainer has another strategy.
         """
-        refuse_deepspeed(trainer.strategy, "ContextParallelCallback")
+        check_not_deepspeed(trainer.strategy, "ContextParallelCallback")
         _ = self.runtime
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -87,7 +96,8 @@ class ContextParallelCallback(Callback):
         if self._runtime is not None:
             self._runtime.watch.note(exception)
             strategy: Any = trainer.strategy
-            strategy.keep_from_saving(trainer)
+            if self._runtime.watch.failed:
+                strategy.save_no_more(trainer)
         self._release()
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
@@ -126,8 +136,8 @@ class ContextParallelCallback(Callback):
             self._log.release()
 
 
-def callback_among(callbacks: list[Any]) -> ContextParallelCallback:
-    """Return the Trainer's ContextParallelCallback, or a new one, and move it to the front.
+def place_callback(callbacks: list[Any]) -> tuple[ContextParallelCallback, bool]:
+    """Return the Trainer's ContextParallelCallback, or a new one, in front; and True if it is the user's.
 
     In front, it reduces values before other callbacks read them.
 
@@ -144,4 +154,4 @@ def callback_among(callbacks: list[Any]) -> ContextParallelCallback:
     if found:
         callbacks.remove(callback)
     callbacks.insert(0, callback)
-    return callback
+    return callback, bool(found)

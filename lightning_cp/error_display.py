@@ -29,7 +29,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 FULL = "LIGHTNING_CP_FULL_ERROR"
 """``1``: every rank shows its error with all frames."""
@@ -53,7 +53,7 @@ _OWN_FOLDER, _PYTHON = str(Path(__file__).parent), sysconfig.get_path("stdlib")
 Listener = Callable[[BaseException], None]
 _listeners: list[weakref.WeakMethod[Listener]] = []
 _ours: type[BaseException] | None = None
-"""The base class of the errors; ``None`` until the first error."""
+"""The base class of the package's errors; ``None`` until the first error."""
 
 
 class RankTraceback(Exception):  # noqa: N818 - the cause of an error, not one
@@ -82,13 +82,13 @@ class ProcessPlace:
     """True if this process started the others; else a launcher started all of them."""
 
 
-_seat: ProcessPlace | None = None
+_place: ProcessPlace | None = None
 
 
-def set_place(seat: ProcessPlace) -> None:
-    """Set the rank of this process, when it is known better than from the environment."""
-    global _seat
-    _seat = seat
+def set_place(place: ProcessPlace) -> None:
+    """Set the place of this process, in place of the one from the environment."""
+    global _place
+    _place = place
 
 
 def is_full() -> bool:
@@ -141,15 +141,15 @@ class _Hook:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         if is_ours(error) and not is_full():
-            show(error, self._program_s_own(kind, error, trace))
+            show(error, self._other_hook(kind, error, trace))
             return
-        _tell(error)
+        _notify(error)
         self.before(kind, error, trace)
 
-    def _program_s_own(self, *error: Any) -> Callable[[], None] | None:
-        """Return a call of the program's own hook, if it has one besides Python's and PyTorch's."""
+    def _other_hook(self, *error: Any) -> Callable[[], None] | None:
+        """Return a call of the program's hook, if it has one besides Python's and PyTorch's."""
         hook = self.before
-        # PyTorch's, one for each process group, mark lines with the rank.
+        # PyTorch installs one for each process group, to mark lines with the rank.
         while inspect.isfunction(hook):
             within = inspect.getclosurevars(hook).nonlocals.get("old_hook")
             if within is None:
@@ -160,7 +160,7 @@ class _Hook:
         return lambda: hook(*error)
 
 
-def _tell(error: BaseException) -> None:
+def _notify(error: BaseException) -> None:
     for listener in list(_listeners):
         if (method := listener()) is not None:
             method(error)
@@ -171,13 +171,13 @@ def show(error: BaseException, act: Callable[[], None] | None = None) -> None:
 
     Args:
         error: an error of any kind.
-        act: replaces the way of showing it.
+        act: function that shows it; by default to stderr.
     """
     act = act or (lambda: write(text_of(error)))
     with _without_sigterm():
         meeting = Meeting.here() if is_ours(error) and not is_full() else None
         if meeting is None:
-            _tell(error)
+            _notify(error)
             act()
         else:
             meeting.show(error, act)
@@ -277,46 +277,46 @@ class Meeting:
 
     Args:
         folder: the same folder for all of them.
-        seat: this rank's place.
+        place: this rank's place.
     """
 
-    def __init__(self, folder: Path, seat: ProcessPlace) -> None:
-        self._folder, self._seat = folder, seat
+    def __init__(self, folder: Path, place: ProcessPlace) -> None:
+        self._folder, self._place = folder, place
 
     @classmethod
     def here(cls) -> Meeting | None:
         """Return the meeting of this machine; ``None`` for a single rank, or without a folder."""
-        seat = _here()
-        if seat.count < 2:
+        place = _here()
+        if place.count < 2:
             return None
-        folder = Path(tempfile.gettempdir(), f"lightning_cp-error-{_name(seat)}")
+        folder = Path(tempfile.gettempdir(), f"lightning_cp-error-{_name(place)}")
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            return cls(folder, seat) if folder.lstat().st_uid == os.getuid() else None
+            return cls(folder, place) if folder.lstat().st_uid == os.getuid() else None
         except OSError:
             return None
 
     def show(self, error: BaseException, act: Callable[[], None]) -> None:
         """Show the error if this rank is elected, else write one line that names the elected rank."""
         kind = "report" if not getattr(error, "is_own", True) else "own"
-        self._leave("card", kind, self._seat.name, type(error).__name__, str(error))
-        _tell(error)
-        self._wait(lambda: len(self._cards()) >= self._seat.count, MEETING)
+        self._leave("card", kind, self._place.name, type(error).__name__, str(error))
+        _notify(error)
+        self._wait(lambda: len(self._cards()) >= self._place.count, MEETING)
         cards = self._cards()
         rank = self._rank_that_shows(cards)
-        if rank != self._seat.rank:
+        if rank != self._place.rank:
             self._end(self._line(error, cards[rank]))
             return
         self._wait(lambda: len(self._there("line")) >= len(self._cards()) - 1, MEETING)
         act()
-        if len(self._cards()) < self._seat.count:
+        if len(self._cards()) < self._place.count:
             self._leave("shown")  # for a rank that arrives later
         else:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def give_way(self, line: str) -> None:
         """End this rank because of another rank's error."""
-        self._leave("card", "ended", self._seat.name, "", "")
+        self._leave("card", "ended", self._place.name, "", "")
         self._end(line, any(card[0] == "own" for card in self._cards().values()))
 
     def _end(self, line: str, waits: bool = True) -> None:
@@ -327,7 +327,7 @@ class Meeting:
 
     def _line(self, error: BaseException, shown: tuple[str, ...]) -> str:
         _, name, kind, message = shown
-        own = self._seat.name
+        own = self._place.name
         if getattr(error, "is_own", True) and (type(error).__name__, str(error)) != (kind, message):
             return f"{own} ended with {short_line_of(error)} ({name} shows its own)"
         return f"{own} ended: {name} shows the {kind}"
@@ -336,9 +336,9 @@ class Meeting:
         """Return the lowest rank with its own error, unless a rank has claimed the display already."""
         own = [rank for rank, card in cards.items() if card[0] == "own"]
         reports = [rank for rank, card in cards.items() if card[0] == "report"]
-        elected = min(own or reports, default=self._seat.rank)
+        elected = min(own or reports, default=self._place.rank)
         claim = self._folder / "claim"
-        if elected == self._seat.rank:
+        if elected == self._place.rank:
             with suppress(OSError), claim.open("x") as file:
                 file.write(str(elected))
         with suppress(OSError, ValueError):
@@ -360,7 +360,7 @@ class Meeting:
 
     def _leave(self, kind: str, *text: str) -> None:
         """Write a file atomically."""
-        path = self._folder / f"{self._seat.rank}.{kind}"
+        path = self._folder / f"{self._place.rank}.{kind}"
         with suppress(OSError):
             part = path.with_suffix(".part")
             part.write_text(json.dumps(text))
@@ -374,8 +374,8 @@ class Meeting:
 
 def _here() -> ProcessPlace:
     """Return this process's place, as set by :func:`set_place` or from the environment."""
-    if _seat is not None or (local := _number("LOCAL_RANK", "SLURM_LOCALID")) is None:
-        return _seat or ProcessPlace()
+    if _place is not None or (local := _number("LOCAL_RANK", "SLURM_LOCALID")) is None:
+        return _place or ProcessPlace()
     rank = _number("RANK", "SLURM_PROCID")
     rank = local if rank is None else rank
     names = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", RANKS_HERE, "WORLD_SIZE")
@@ -389,9 +389,9 @@ def _number(*names: str) -> int | None:
     )
 
 
-def _name(seat: ProcessPlace) -> str:
+def _name(place: ProcessPlace) -> str:
     """Return a name unique to the launcher process and this attempt, equal on all of its ranks."""
-    root, began = os.getpid() if seat.launches else os.getppid(), ""
+    root, began = os.getpid() if place.launches else os.getppid(), ""
     with suppress(OSError, IndexError):
         began = Path(f"/proc/{root}/stat").read_text().rpartition(")")[2].split()[19]
     names = ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
@@ -415,6 +415,12 @@ def _without_sigterm() -> Iterator[None]:
 # -- Hydra ---------------------------------------------------------------------------------------------
 
 
+class _JobReturn(Protocol):
+    """Hydra's result of a job."""
+
+    _return_value: Any
+
+
 def _follow_hydra() -> None:
     """Make Hydra's jobs raise this package's errors unchanged, instead of showing them in each process."""
     result = getattr(sys.modules.get("hydra.core.utils"), "JobReturn", None)
@@ -422,11 +428,11 @@ def _follow_hydra() -> None:
     if own is None or getattr(own.fget, "__module__", None) == __name__:
         return
 
-    def value(self: Any) -> Any:
+    def value(self: _JobReturn) -> Any:
         error = error_of(self._return_value)
         if error is None:
             return own.fget(self)
-        os.environ[_HYDRA_FULL] = "1"  # Hydra raises, too, instead of showing
+        os.environ[_HYDRA_FULL] = "1"  # so that Hydra raises, too
         raise error
 
     result.return_value = property(value, own.fset)  # type: ignore[union-attr]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -99,62 +100,62 @@ class ContextParallelMesh:
         """Return the mesh itself: its groups belong to the process, and cannot be copied."""
         return self
 
-    @property
+    @cached_property
     def ring_size(self) -> int:
         """Ranks of the ring."""
         return self.sizes[Axis.RING]
 
-    @property
+    @cached_property
     def ulysses_size(self) -> int:
         """Ranks that trade sequence for heads."""
         return self.sizes[Axis.ULYSSES]
 
-    @property
+    @cached_property
     def cp_size(self) -> int:
         """Ranks that share one sample."""
         return self.ring_size * self.ulysses_size
 
-    @property
+    @cached_property
     def tp_size(self) -> int:
         """Ranks that share each layer."""
         return self.sizes[Axis.TP]
 
-    @property
+    @cached_property
     def sample_size(self) -> int:
         """Ranks with the same sample: each has a part of its tokens, of the layers, or of both."""
         return self.cp_size * self.tp_size
 
-    @property
+    @cached_property
     def data_size(self) -> int:
         """Groups of ranks with different samples."""
         return self.sizes[Axis.DP_REPLICATE] * self.sizes[Axis.DP_SHARD]
 
-    @property
+    @cached_property
     def ring_rank(self) -> int:
         """This rank within its ring."""
         return self._ranks[Axis.RING]
 
-    @property
+    @cached_property
     def ulysses_rank(self) -> int:
         """This rank within its Ulysses group."""
         return self._ranks[Axis.ULYSSES]
 
-    @property
+    @cached_property
     def cp_rank(self) -> int:
         """This rank within the ranks that share its sample."""
         return self._ranks[Flat.CP]
 
-    @property
+    @cached_property
     def tp_rank(self) -> int:
         """This rank within the ranks that share its layers."""
         return self._ranks[Axis.TP]
 
-    @property
+    @cached_property
     def sample_rank(self) -> int:
         """This rank within the ranks with its sample, and within the control group of ``cp``."""
         return self.cp_rank * self.tp_size + self.tp_rank
 
-    @property
+    @cached_property
     def data_rank(self) -> int:
         """This rank's number among data ranks, which determines its samples."""
         return self._ranks[Flat.DATA]
@@ -171,7 +172,7 @@ class ContextParallelMesh:
         """
         if self._destroyed:
             raise ConfigError("this mesh was destroyed, and its groups with it. Make a new one.")
-        return self._groups[_parse_axis(axis)]
+        return self._groups[axis if isinstance(axis, Axis | Flat) else _parse_axis(axis)]
 
     def control_group(self, flat: Flat) -> dist.ProcessGroup:
         """Return a group for small CPU messages (agreement), tensor-parallel ranks included.

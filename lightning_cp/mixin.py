@@ -52,9 +52,9 @@ class ContextParallelMixin:
         return None
 
     def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """Return the whole tensor of a local one of the current step, in original order and length.
+        """Return the whole tensor for a local one of the current step, in original order and length.
 
-        Differentiable. Every rank calls it and gets the same; a loss of it has the gradients of one process.
+        Differentiable. Every rank calls it, and gets the same; a loss of it has the gradients of one process.
         """
         strategy = _strategy_of(self)
         return strategy.unshard(x, dim=dim) if hasattr(strategy, "unshard") else x
@@ -165,14 +165,14 @@ def _strategy_of(module: Any) -> Any:
     """Return the strategy of the Trainer or of Fabric; ``None`` without either, in one process.
 
     Raises:
-        ConfigError: it is DeepSpeed's; or there is none, and several processes may share a sample.
+        ConfigError: it is DeepSpeed's; or there is none, although several processes may share a sample.
     """
     if module._trainer is None and module._fabric is None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise ConfigError(_NO_TRAINER.format(name=type(module).__name__))
         return None
     strategy = module.trainer.strategy
-    refuse_deepspeed(strategy, "ContextParallelMixin")
+    check_not_deepspeed(strategy, "ContextParallelMixin")
     return strategy
 
 
@@ -183,11 +183,15 @@ _NO_TRAINER = (
 )
 
 
-def refuse_deepspeed(strategy: object, what: str) -> None:
-    """Refuse ``what`` under DeepSpeed, which has its own engine, groups and checkpoints.
+def check_not_deepspeed(strategy: object, what: str) -> None:
+    """Check that the strategy is not DeepSpeed's, which has its own engine, groups and checkpoints.
+
+    Args:
+        strategy: the strategy.
+        what: the caller, for the message.
 
     Raises:
-        ConfigError: naming the engines that correspond to its stages.
+        ConfigError: naming the engines that correspond to DeepSpeed's stages.
     """
     names = {kind.__name__ for kind in type(strategy).__mro__}
     if "DeepSpeedStrategy" in names:
@@ -199,7 +203,7 @@ def refuse_deepspeed(strategy: object, what: str) -> None:
 
 
 def _scalar(name: str, value: Any, device: torch.device) -> torch.Tensor:
-    """Return a float64 scalar on the module's device, where ranks can add them."""
+    """Return a float64 scalar on the module's device, for a sum over ranks."""
     tensor = torch.as_tensor(value)
     if tensor.numel() != 1 or tensor.is_complex():
         raise ConfigError(

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 import lightning_cp
 from lightning_cp.apps.doctor.__main__ import HELP
-from lightning_cp.strategies.base import ContextParallelFront
+from lightning_cp.strategies.base import ContextParallelStrategy
 from lightning_cp.utils.command_help import (
     ConfigFiles,
     argument_parser,
@@ -69,7 +69,7 @@ def test_the_strategy_s_keys_have_the_words_of_its_docstring() -> None:
     config, files = composed(config_dir(), "train", "strategy=fsdp", "optim=muon")
     known = explanations(config, files)
     assert known["strategy.ring_size"] == "ranks that K/V travel around"
-    assert known["strategy.ring_size"] in (ContextParallelFront.__doc__ or "")
+    assert known["strategy.ring_size"] in (ContextParallelStrategy.__doc__ or "")
     assert known["data.seq_len"] == "tokens in a sequence"  # of what its docstring refers to
     assert known["trainer.log_every_n_steps"] == "How often to log within steps"  # Lightning's
     assert known["model.optimizer.ns_steps"] == "of Newton-Schulz"  # a comment's

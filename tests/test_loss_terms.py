@@ -237,9 +237,9 @@ def test_factors_of_zero() -> None:
     assert sum(factors_of(loss, 100).zeros) == 2
     found = factors_of(loss * torch.zeros(()), 100)
     assert sum(found.zeros) == 3
-    assert found.have(found.zeros)
-    assert not factors_of(loss * torch.ones(()), 100).have(found.zeros)
-    assert not factors_of(loss, 100).have(found.zeros)
+    assert found.are_zero(found.zeros)
+    assert not factors_of(loss * torch.ones(()), 100).are_zero(found.zeros)
+    assert not factors_of(loss, 100).are_zero(found.zeros)
     assert sum(factors_of(loss, 1).zeros) == 1, "what has features is not looked into"
 
 

@@ -42,6 +42,9 @@ PRIVATE_WORDS = {
     ),
 }
 """What says nothing to those who have not written it."""
+OPENINGS = ("What", "Who", "Whether", "Which", "How", "Where")
+"""First words of a docstring that should be a noun phrase or an imperative."""
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def documented() -> list[str]:
@@ -108,3 +111,15 @@ def test_names_of_modules_say_what_is_inside() -> None:
 def test_a_file_is_one_concept() -> None:
     lines = {path: len(path.read_text().splitlines()) for path in SOURCES}
     assert {path: count for path, count in lines.items() if count > 600} == {}
+
+
+def openings_of(path: Path) -> list[str]:
+    """The first lines of a file's docstrings that open with a question word."""
+    nodes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, DOCUMENTED))
+    lines = ((ast.get_docstring(node) or "").partition("\n")[0] for node in nodes)
+    return [line for line in lines if re.split(r"\W", line, maxsplit=1)[0] in OPENINGS]
+
+
+def test_docstrings_open_with_a_noun_or_a_verb() -> None:
+    found = {str(path.relative_to(PACKAGE)): openings_of(path) for path in SOURCES}
+    assert {name: x for name, x in found.items() if x} == {}

@@ -14,7 +14,7 @@ from lightning_cp.apps.train.run import instantiate_part
 from lightning_cp.attention.plan import check_inputs
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import SequenceLayout
-from lightning_cp.parity.restore import untouched
+from lightning_cp.parity.restore import restore_after
 
 
 @pytest.mark.parametrize("length", [16, 36])
@@ -57,7 +57,7 @@ def every_time() -> Iterator[None]:
 @pytest.mark.usefixtures("every_time")
 def test_a_number_of_a_loss_does_not_warn_of_a_line_of_ours() -> None:
     model = nn.Linear(2, 2)
-    with untouched(model), warnings.catch_warnings():
+    with restore_after(model), warnings.catch_warnings():
         warnings.simplefilter("error")
         loss = model(torch.ones(1, 2)).sum()
         assert float(loss) == loss.item()

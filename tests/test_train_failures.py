@@ -81,7 +81,8 @@ def test_ranks_that_wait_for_one_that_failed_are_ended(tmp_path: Path) -> None:
 def test_no_checkpoint_is_noticed_before_processes_start(tmp_path: Path) -> None:
     printed = failed(tmp_path, "resume=nope.ckpt")
     assert (
-        "CheckpointError: resume=nope.ckpt is no checkpoint: Checkpoint file not found" in printed
+        "CheckpointError: resume=nope.ckpt is not a checkpoint: Checkpoint file not found"
+        in printed
     )
     assert "resume=auto with hydra.run.dir=FOLDER" in printed
     assert "Initializing distributed" not in printed
@@ -90,7 +91,7 @@ def test_no_checkpoint_is_noticed_before_processes_start(tmp_path: Path) -> None
 
 def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "text.ckpt").write_text("no weights in here")
-    with pytest.raises(CheckpointError, match=r"resume=.*text\.ckpt is no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"resume=.*text\.ckpt is not a checkpoint"):
         checkpoint_to_resume(str(tmp_path / "text.ckpt"), tmp_path)
     real = str(tmp_path / "real.ckpt")
     torch.save({}, real)
@@ -100,7 +101,7 @@ def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_auto_needs_a_folder_of_its_own(tmp_path: Path) -> None:
     printed = failed(tmp_path, "resume=auto")
-    assert "ConfigError: resume=auto goes on in the run's own folder" in printed
+    assert "ConfigError: resume=auto continues in the run's own folder" in printed
     assert "hydra.run.dir=outputs/NAME" in printed
 
 

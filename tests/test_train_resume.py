@@ -56,7 +56,7 @@ def test_a_damaged_one_is_passed_over_by_name(
     assert said.count("is passed over") == 2
     assert "best.ckpt is passed over" in said
     last.write_bytes(last.read_bytes()[:-40])
-    with pytest.raises(CheckpointError, match=r"3 checkpoints in .*, and none is whole"):
+    with pytest.raises(CheckpointError, match=r"3 checkpoints in .*, and none is complete"):
         newest_whole(tmp_path)
 
 

@@ -1,23 +1,25 @@
 """flash-attn's functions on CPU, for packages that call them, on the operator of our own CPU kernel.
 
-Signatures and results are those of flash-attn 2.8.3, as far as the packages use them: no windows, no
-dropout, no caps, and the causal diagonal at the bottom right. A causal call with more keys than queries is a
-full call and a square causal one, as in our kernel, instead of one with a dense mask; documents of a packed
-call are a loop; the operator shares K/V heads. flash-attn writes results directly into given buffers. The
-operator allocates them instead: that memory is not counted (:func:`benchmarks.op_counts.memory_hidden`), nor
-is the time of copying it (:func:`lightning_cp.bench.timers.off_the_clock`).
+Signatures are those of flash-attn 2.8.3 (:func:`make_functions`, with any kernel), and so are results, as far
+as the packages use them: no windows, no dropout, no caps, and the causal diagonal at the bottom right. A
+causal call with more keys than queries is a full call and a square causal one, as in our kernel, instead of
+one with a dense mask; documents of a packed call are a loop; the operator shares K/V heads. flash-attn writes
+results directly into given buffers. The operator allocates them instead: that memory is not counted
+(:func:`benchmarks.op_counts.memory_hidden`), nor is the time of copying it
+(:func:`lightning_cp.bench.timers.off_the_clock`).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from benchmarks.op_counts import memory_hidden
@@ -28,7 +30,9 @@ from lightning_cp.kernels.per_tile import with_unit_strides
 from lightning_cp.kernels.protocol import QKV, Merged, accumulate_dtype
 
 _ATEN = torch.ops.aten
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
+Packed = tuple[Tensor, Tensor, int, int]
+"""Boundaries of the documents of queries and keys, and the longest of each."""
 
 
 def attend(inputs: QKV, causal: bool, scale: float) -> Pair:
@@ -66,7 +70,7 @@ def differentiate(merged: Merged, inputs: QKV, into: QKV, causal: bool, scale: f
         copy(_keys(into, early)[1:], part[1:])
 
 
-def copy(into: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+def copy(into: Sequence[Tensor], results: Sequence[Tensor]) -> None:
     """Copy results into the buffers that flash-attn would have written."""
     with off_the_clock():
         for buffer, result in zip(into, results, strict=True):
@@ -102,7 +106,7 @@ def _ahead(inputs: QKV) -> int:
     return ahead
 
 
-VERSION = "2.8.3"
+INTERFACE = "flash_attn.flash_attn_interface"
 
 
 class StandIn(ModuleType):
@@ -111,159 +115,178 @@ class StandIn(ModuleType):
 
 def install() -> None:
     """Make ``import flash_attn`` find the stand-in, in this process."""
-    package, interface = StandIn("flash_attn"), StandIn("flash_attn.flash_attn_interface")
-    functions = {
-        "_flash_attn_forward": flash_attn_forward,
-        "_flash_attn_backward": flash_attn_backward,
-        "_flash_attn_varlen_forward": flash_attn_varlen_forward,
-        "_flash_attn_varlen_backward": flash_attn_varlen_backward,
-        "flash_attn_func": flash_attn_func,
-    }
-    vars(interface).update(functions)
-    vars(package).update(
-        __version__=VERSION,
-        __path__=[],
-        flash_attn_interface=interface,
-        flash_attn_func=flash_attn_func,
-    )
-    for module in (package, interface):
-        module.__spec__ = ModuleSpec(module.__name__, None)
-        sys.modules[module.__name__] = module
+    modules = make_package("2.8.3", [*FUNCTIONS, flash_attn_func])
+    vars(modules["flash_attn"]).update(flash_attn_func=flash_attn_func)
+    sys.modules.update(modules)
 
 
-def flash_attn_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    return_softmax: bool,
-) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-    """Return ``out`` like q [B, L, H, D] and ``lse`` [B, H, L]."""
-    _check_supported(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
-    return (*attend(QKV(*with_unit_strides(q, k, v)), causal, softmax_scale), None, None)
+def make_module(name: str, functions: Iterable[Any]) -> ModuleType:
+    """Return a module of functions, or of custom operators of PyTorch."""
+    module = StandIn(name)
+    module.__spec__ = ModuleSpec(name, None)
+    for function in functions:
+        setattr(module, getattr(function, "_init_fn", function).__name__, function)
+    return module
 
 
-def flash_attn_varlen_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    return_softmax: bool = False,
-    block_table: torch.Tensor | None = None,
-    leftpad_k: torch.Tensor | None = None,
-    seqused_k: torch.Tensor | None = None,
-    zero_tensors: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-    """Return ``out`` like q [T, H, D] and ``lse`` [H, T]."""
-    _check_supported(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
-    inputs = QKV(*with_unit_strides(q, k, v))
-    documents = _documents(cu_seqlens_q, cu_seqlens_k)
+def make_package(version: str, functions: Iterable[Any]) -> dict[str, ModuleType]:
+    """Return flash-attn 2's modules by name."""
+    package, interface = make_module("flash_attn", ()), make_module(INTERFACE, functions)
+    vars(package).update(__version__=version, __path__=[], flash_attn_interface=interface)
+    return {"flash_attn": package, INTERFACE: interface}
+
+
+class Call(NamedTuple):
+    """Arguments of a call besides its tensors of tokens."""
+
+    causal: bool
+    window: tuple[int, int]
+    scale: float
+    softcap: float
+    dropout_p: float
+    slopes: Tensor | None
+    packed: Packed | None = None
+    deterministic: bool = False
+
+
+class Kernel(NamedTuple):
+    """The arithmetic behind flash-attn's functions."""
+
+    forward: Callable[[QKV, Call], Pair]
+    backward: Callable[[Merged, QKV, QKV, Call], None]
+    """Fills the third argument with dq, dk and dv."""
+
+
+# fmt: off
+def make_functions(kernel: Kernel) -> list[Callable[..., Any]]:
+    """Return the functions of flash-attn 2.8.3, which packages call, on ``kernel``."""
+
+    def _flash_attn_forward(
+        q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool,
+        window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
+        return_softmax: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        window = window_size_left, window_size_right
+        call = Call(causal, window, softmax_scale, softcap, dropout_p, alibi_slopes)
+        return (*kernel.forward(QKV(q, k, v), call), *unused_results())
+
+    def _flash_attn_varlen_forward(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+        max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int = -1,
+        window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+        return_softmax: bool = False, block_table: Tensor | None = None, leftpad_k: Tensor | None = None,
+        seqused_k: Tensor | None = None, zero_tensors: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        window = window_size_left, window_size_right
+        packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        call = Call(causal, window, softmax_scale, softcap, dropout_p, alibi_slopes, packed)
+        return (*kernel.forward(QKV(q, k, v), call), *unused_results())
+
+    def _flash_attn_backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None,
+        dk: Tensor | None, dv: Tensor | None, dropout_p: float, softmax_scale: float, causal: bool,
+        window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
+        deterministic: bool, rng_state: Tensor | None = None,
+    ) -> Tensor:
+        window, rest = (window_size_left, window_size_right), (None, deterministic)
+        call = Call(causal, window, softmax_scale, softcap, dropout_p, alibi_slopes, *rest)
+        merged, inputs = Merged(dout, out, softmax_lse), QKV(q, k, v)
+        return _differentiate(kernel, merged, inputs, (dq, dk, dv), call)
+
+    def _flash_attn_varlen_backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None,
+        dk: Tensor | None, dv: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+        max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int,
+        window_size_right: int, softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
+        rng_state: Tensor | None = None, zero_tensors: bool = False,
+    ) -> Tensor:
+        packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        window, rest = (window_size_left, window_size_right), (packed, deterministic)
+        call = Call(causal, window, softmax_scale, softcap, dropout_p, alibi_slopes, *rest)
+        merged, inputs = Merged(dout, out, softmax_lse), QKV(q, k, v)
+        return _differentiate(kernel, merged, inputs, (dq, dk, dv), call)
+
+    return [
+        _flash_attn_forward, _flash_attn_varlen_forward, _flash_attn_backward, _flash_attn_varlen_backward,
+    ]
+# fmt: on
+
+
+def unused_results() -> Pair:
+    """Return the softmax and the state of random numbers, without their memory counted."""
+    with memory_hidden():
+        return torch.empty(0), torch.empty(2, dtype=torch.int64)
+
+
+def _differentiate(
+    kernel: Kernel,
+    merged: Merged,
+    inputs: QKV,
+    buffers: Sequence[Tensor | None],
+    call: Call,
+) -> Tensor:
+    dq, dk, dv = buffers
+    assert dq is not None
+    assert dk is not None
+    assert dv is not None
+    kernel.backward(merged, inputs, QKV(dq, dk, dv), call)
+    return unused_results()[0]
+
+
+def _run_forward(inputs: QKV, call: Call) -> Pair:
+    """Return ``out`` like q, and ``lse`` [B, H, L], or [H, T] of packed documents."""
+    _check_supported(call)
+    inputs = QKV(*with_unit_strides(*inputs))
+    if call.packed is None:
+        return attend(inputs, call.causal, call.scale)
+    documents = _documents(call.packed)
     if len(documents) == 1:
-        out, lse = attend(_rows(inputs, *documents[0]), causal, softmax_scale)
-        return out[0], lse[0], None, None
+        out, lse = attend(_rows(inputs, *documents[0]), call.causal, call.scale)
+        return out[0], lse[0]
+    q = inputs.q
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=accumulate_dtype(q.dtype))
     with memory_hidden():
         for own, keys in documents:
-            found = attend(_rows(inputs, own, keys), causal, softmax_scale)
+            found = attend(_rows(inputs, own, keys), call.causal, call.scale)
             copy((out[own], lse[:, own]), (found[0][0], found[1][0]))
-    return out, lse, None, None
+    return out, lse
 
 
-def flash_attn_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    softmax_lse: torch.Tensor,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    deterministic: bool,
-    rng_state: torch.Tensor | None = None,
-) -> None:
-    """Fill dq, dk and dv, given the merged ``out`` and ``lse``."""
-    _check_supported(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
-    dout, out = with_unit_strides(dout, out)
-    inputs, into = QKV(*with_unit_strides(q, k, v)), QKV(dq, dk, dv)
-    differentiate(Merged(dout, out, softmax_lse), inputs, into, causal, softmax_scale)
-
-
-def flash_attn_varlen_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    softmax_lse: torch.Tensor,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    deterministic: bool,
-    rng_state: torch.Tensor | None = None,
-    zero_tensors: bool = False,
-) -> None:
-    """Fill dq, dk and dv of every document."""
-    _check_supported(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
-    inputs, into = QKV(*with_unit_strides(q, k, v)), QKV(dq, dk, dv)
-    dout, out = with_unit_strides(dout, out)
-    for own, keys in _documents(cu_seqlens_q, cu_seqlens_k):
-        merged = Merged(dout[None, own], out[None, own], softmax_lse[None, :, own])
+def _run_backward(merged: Merged, inputs: QKV, into: QKV, call: Call) -> None:
+    _check_supported(call)
+    dout, out = with_unit_strides(merged.dout, merged.out)
+    inputs, lse = QKV(*with_unit_strides(*inputs)), merged.lse
+    if call.packed is None:
+        differentiate(Merged(dout, out, lse), inputs, into, call.causal, call.scale)
+        return
+    for own, keys in _documents(call.packed):
+        part = Merged(dout[None, own], out[None, own], lse[None, :, own])
         rows = (_rows(inputs, own, keys), _rows(into, own, keys))
-        differentiate(merged, *rows, causal, softmax_scale)
+        differentiate(part, *rows, call.causal, call.scale)
+
+
+FUNCTIONS = make_functions(Kernel(_run_forward, _run_backward))
+flash_attn_forward, flash_attn_varlen_forward = FUNCTIONS[:2]
+flash_attn_backward, flash_attn_varlen_backward = FUNCTIONS[2:]
 
 
 def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Return differentiable attention of q, k, v [B, L, H, D]."""
-    _check_supported(dropout_p, *window_size, softcap, alibi_slopes)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    _check_supported(Call(causal, window_size, scale, softcap, dropout_p, alibi_slopes))
     return _FlashAttnFunc.apply(q, k, v, causal, scale)  # type: ignore[no-any-return]
 
 
@@ -271,9 +294,7 @@ class _FlashAttnFunc(torch.autograd.Function):
     """Saves q, k, v, out and lse, and allocates gradients, as flash-attn does."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-    ) -> torch.Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         q, k, v = inputs = QKV(*with_unit_strides(q, k, v))
         out, lse = attend(inputs, causal, scale)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -282,7 +303,7 @@ class _FlashAttnFunc(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
         gradients = QKV(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
         (dout,) = with_unit_strides(dout)
@@ -295,9 +316,9 @@ def _rows(inputs: QKV, queries: slice, keys: slice) -> QKV:
     return QKV(inputs.q[None, queries], inputs.k[None, keys], inputs.v[None, keys])
 
 
-def _documents(cu_q: torch.Tensor, cu_k: torch.Tensor) -> list[tuple[slice, slice]]:
+def _documents(packed: Packed) -> list[tuple[slice, slice]]:
     """Return (queries, keys) of each document; an empty call of the operator would kill the process."""
-    ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
+    ends_q, ends_k = packed[0].tolist(), packed[1].tolist()
     spans = zip(ends_q[:-1], ends_q[1:], ends_k[:-1], ends_k[1:], strict=True)
     found = [(slice(a, b), slice(c, d)) for a, b, c, d in spans if b > a]
     if any(keys.stop == keys.start for _, keys in found):
@@ -305,10 +326,8 @@ def _documents(cu_q: torch.Tensor, cu_k: torch.Tensor) -> list[tuple[slice, slic
     return found
 
 
-def _check_supported(
-    dropout_p: float, left: int, right: int, softcap: float, slopes: torch.Tensor | None
-) -> None:
-    if dropout_p or (left, right) != (-1, -1) or softcap or slopes is not None:
+def _check_supported(call: Call) -> None:
+    if call.dropout_p or call.window != (-1, -1) or call.softcap or call.slopes is not None:
         raise NotImplementedError("dropout, windows, caps and slopes")
 
 

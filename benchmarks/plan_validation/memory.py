@@ -107,8 +107,8 @@ def measured_step(cell: Cell, before: int) -> Measured:
         found.looks = False
         model, runtime = attach_model(cell.sizes, {**cell.settings, "data_parallel": cell.engine})
         engine = engine_of(runtime.settings, CommHook())
-        engine.before_data = runtime.before_data
-        runtime.follow_unreduced(engine.unreduced)
+        engine.before_exchange = runtime.before_data
+        runtime.follow_unreduced(engine.unreduced_gradients)
         wrapped = engine.wrap(model, runtime.mesh, torch.device("cpu"), {})
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         run = (found, wrapped, runtime, engine, optimizer)
@@ -129,9 +129,9 @@ def _step(cell: Cell, tokens: int, run: Any) -> tuple[int, int]:
     found.forget_peak()
     runtime.begin_step()
     loss = wrapped(**batch).loss
-    engine.expect(loss)
+    engine.prepare_backward(loss)
     runtime.step.scale_loss(loss).backward()
-    engine.require_averaged()
+    engine.finish_backward()
     runtime.end_step()
     peak = found.peak
     del loss

@@ -19,7 +19,7 @@ from lightning_cp.attention.plan import (
 )
 from lightning_cp.attention.ring_flash_attn_support import DELEGATED_KERNELS, delegate
 from lightning_cp.attention.spec import AttentionSpec
-from lightning_cp.comm.consensus import agree, fingerprint
+from lightning_cp.comm.consensus import check_equal, fingerprint
 from lightning_cp.kernels.select import explain_kernels
 from lightning_cp.layout import HeadSplit, SequenceLayout
 from lightning_cp.layout.axes import Flat
@@ -195,12 +195,11 @@ def _agree_on_call(
     agreed = stash is not None and stash.replaying  # when the forward was recorded
     if mesh.sample_size == 1 or agreed:
         return
-    agree(
-        {name: fingerprint(value) for name, value in facts.items()},
+    check_equal(
+        facts,
         mesh.control_group(Flat.CP),
         what="context_parallel_attention",
         error=error,
-        texts={name: str(value) for name, value in facts.items()},
         remedy="All ranks of a context-parallel group make the same call, with the same settings.",
     )
 

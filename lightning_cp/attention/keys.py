@@ -50,19 +50,19 @@ class Keys:
         """Return views of some heads of K and V."""
         return tuple(x[:, :, first:last] for x in self.k_and_v)
 
-    @property
+    @cached_property
     def pair_shape(self) -> tuple[int, int, int, int]:
         """Shape of the pair."""
         tokens, batch, heads, _ = self.tensors[0].shape
-        return tokens, batch, heads, sum(x.shape[3] for x in self.tensors)
+        return tokens, batch, heads, sum([x.shape[3] for x in self.tensors])
 
     def message(self, ranges: Ranges) -> torch.Tensor:
         """Return the pair of some ranges (at least one), concatenated in contiguous memory."""
         if len(self.tensors) == 1:
             return take_ranges(self.tensors[0], ranges).contiguous()
         made = self.tensors[0].new_empty(num_keys(ranges), *self.pair_shape[1:])
+        sizes = [end - start for start, end in ranges]
         for x, into in zip(self.tensors, split_pair(made, self.key_dim), strict=True):
-            sizes = [end - start for start, end in ranges]
             for (start, end), part in zip(ranges, into.split(sizes), strict=True):
                 part.copy_(x[start:end])
         return made
@@ -78,7 +78,7 @@ def take_ranges(kv_TBKD: torch.Tensor, ranges: Ranges) -> torch.Tensor:
 
 def kernel_keys(keys: Keys, index: HeadIndex) -> tuple[torch.Tensor, torch.Tensor]:
     """Return K and V [B, keys, heads, D]; expanded to query heads where those straddle groups."""
-    k, v = (x.transpose(0, 1) for x in keys.k_and_v)
+    k, v = [x.transpose(0, 1) for x in keys.k_and_v]
     if index is None:
         return k, v
     # With views: an index on the device would make the host wait at every hop.
@@ -139,10 +139,10 @@ class KeyGradientSums:
         self._new = new = _LazyPair(keys, dtype)
         laters = [partial(new.half, at) for at in range(2)] if leave else [None, None]
         places = (None, None) if into is None else split_pair(into.transpose(0, 1), keys.key_dim)
-        k, v = (
+        k, v = [
             GradientSum(x.transpose(0, 1), dtype, into=place, empty=False, later=later)
             for x, place, later in zip(keys.k_and_v, places, laters, strict=True)
-        )
+        ]
         self.both = (k, v)
 
     @property

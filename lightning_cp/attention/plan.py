@@ -64,7 +64,7 @@ class AttentionPlan:
         """Rank in the Ulysses group."""
         return self.mesh.ulysses_rank
 
-    @property
+    @cached_property
     def hops(self) -> tuple[Hop, ...]:
         """Work of this ring rank on the keys of each ring rank, its own first."""
         return self.schedule.rank(self.mesh.ring_rank).hops
@@ -76,7 +76,7 @@ class AttentionPlan:
 
     def blocks(self, kv_heads: int | None = None) -> tuple[HeadBlock, ...]:
         """Return this rank's heads in blocks of at most ``kv_heads`` K/V heads; one block for ``None``."""
-        return self.heads.blocks(self.ulysses_rank, kv_heads)
+        return self.heads.blocks(self.mesh.ulysses_rank, kv_heads)
 
     @cached_property
     def message(self) -> tuple[HeadRanges, HeadRanges]:
@@ -217,9 +217,9 @@ def _shape_problem(
     q_BLHD: torch.Tensor, k_BLKD: torch.Tensor, v_BLKD: torch.Tensor, layout: SequenceLayout
 ) -> str | None:
     """Return the first problem of the shapes, or ``None``."""
-    if any(x.dim() != 4 for x in (q_BLHD, k_BLKD, v_BLKD)):
+    if not q_BLHD.dim() == k_BLKD.dim() == v_BLKD.dim() == 4:
         return "q, k and v must be [batch, local tokens, heads, head dim]"
-    if not all(x.shape[3] for x in (q_BLHD, k_BLKD, v_BLKD)):
+    if 0 in (q_BLHD.shape[3], k_BLKD.shape[3], v_BLKD.shape[3]):
         return "the head dim must be at least 1"
     if len({(x.dtype, x.device) for x in (q_BLHD, k_BLKD, v_BLKD)}) > 1:
         return "q, k and v must have one dtype and one device"

@@ -80,7 +80,7 @@ def check_supported(
         ConfigError: it does not; names the obstacle and the fix.
     """
     if kernel not in KERNELS:
-        _refuse(f"kernel={kernel!r}", "it has a kernel of its own, flash-attn 2")
+        _raise_unsupported(f"kernel={kernel!r}", "it has its own kernel, flash-attn 2")
     _check_tensors(q_BLHD, v_BLKD, layout, spec)
     _check_scores(spec, max_logits)
     _check_layout(layout, spec)
@@ -91,46 +91,50 @@ def _check_tensors(
 ) -> None:
     dtype, head_dim = q_BLHD.dtype, q_BLHD.shape[3]
     if dtype not in (torch.bfloat16, torch.float16):
-        _refuse(f"{dtype}", "it takes bfloat16 and float16; its float32 gradients are wrong")
+        _raise_unsupported(
+            f"{dtype}", "it takes bfloat16 and float16; its float32 gradients are wrong"
+        )
     if dtype == torch.float16 and not _is_zigzag(layout, spec):
-        _refuse(
+        _raise_unsupported(
             "torch.float16 but for causal attention in layout='zigzag'",
             "its plain ring rounds dq to bfloat16",
         )
     if head_dim > 256 or head_dim % 8:
-        _refuse(f"head dim {head_dim}", "it takes multiples of 8 up to 256")
+        _raise_unsupported(f"head dim {head_dim}", "it takes multiples of 8 up to 256")
     if v_BLKD.shape[3] != head_dim:
-        _refuse(
-            f"head dim {v_BLKD.shape[3]} of v beside {head_dim} of q and k", "it takes equal ones"
+        _raise_unsupported(
+            f"head dim {v_BLKD.shape[3]} of v with {head_dim} of q and k", "it takes equal ones"
         )
     if q_BLHD.device.type not in DEVICE_TYPES:
-        _refuse(f"device {q_BLHD.device.type}", "its kernel runs on cuda")
+        _raise_unsupported(f"device {q_BLHD.device.type}", "its kernel runs on cuda")
 
 
 def _check_scores(spec: AttentionSpec, max_logits: bool) -> None:
     if spec.window != (-1, -1):
-        _refuse(f"window={spec.window}", "it applies the window to each hop by itself")
+        _raise_unsupported(f"window={spec.window}", "it applies the window to each hop by itself")
     features = sorted(spec.needs | ({"sinks"} if spec.sinks is not None else set()))
     if features:
-        _refuse(", ".join(features), "it has no such scores")
+        _raise_unsupported(", ".join(features), "it has no such scores")
     if max_logits:
-        _refuse("return_max_logits=True", "it does not return them")
+        _raise_unsupported("return_max_logits=True", "it does not return them")
 
 
 def _check_layout(layout: SequenceLayout, spec: AttentionSpec) -> None:
     if layout.ring_size == 1:
-        _refuse("ring_size=1", "there is no ring to delegate, and its backward sends to itself")
+        _raise_unsupported(
+            "ring_size=1", "there is no ring to delegate, and its backward sends to itself"
+        )
     if spec.causal and layout.kind not in ("zigzag", "contiguous"):
-        _refuse(f"layout={layout.kind!r}", "its causal rings are zigzag and contiguous")
+        _raise_unsupported(f"layout={layout.kind!r}", "its causal rings are zigzag and contiguous")
     if layout.padded_len != layout.seq_len:
-        _refuse(
+        _raise_unsupported(
             f"a sequence of {layout.seq_len} tokens, padded to {layout.padded_len}",
             f"it attends to padding; lengths that divide by {layout.divisor} work",
         )
     whole = np.array([[0, layout.seq_len]])
     documents = layout.documents
     if documents is not None and any(not np.array_equal(row, whole) for row in documents.rows):
-        _refuse(
+        _raise_unsupported(
             "packed documents or padded rows",
             "it needs each document to divide by twice the ring size; rows of one document work",
         )
@@ -141,7 +145,7 @@ def _is_zigzag(layout: SequenceLayout, spec: AttentionSpec) -> bool:
     return spec.causal and layout.kind == "zigzag"
 
 
-def _refuse(asked: str, why: str) -> NoReturn:
+def _raise_unsupported(asked: str, why: str) -> NoReturn:
     raise ConfigError(
         f"{_NAME} cannot do {asked}: {why}. Use exchange='ring', which is exact there."
     )

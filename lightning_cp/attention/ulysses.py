@@ -30,7 +30,7 @@ def to_heads(
         else a pair.
     """
     if plan.heads.ulysses_size == 1:
-        q, k, v = (make_loadable(x).transpose(0, 1) for x in (q_BLHD, k_BLKD, v_BLKD))
+        q, k, v = [make_loadable(x).transpose(0, 1) for x in (q_BLHD, k_BLKD, v_BLKD)]
         return q, Keys((k, v), q.shape[3])
     group, rank = plan.mesh.group(Axis.ULYSSES), plan.ulysses_rank
     keys = (k_BLKD, v_BLKD)
@@ -52,8 +52,9 @@ def make_loadable(x_BLHD: torch.Tensor) -> torch.Tensor:
     """
     row, strides = x_BLHD.shape[-1] * x_BLHD.itemsize, x_BLHD.stride()
     steps = [n for n, size in zip(strides[:-1], x_BLHD.shape, strict=False) if size > 1]
-    odd = any(n * x_BLHD.itemsize % LOAD_BYTES for n in (x_BLHD.storage_offset(), *steps))
-    copied = 0 in (*steps, strides[-1]) or (x_BLHD.is_cuda and row % LOAD_BYTES == 0 and odd)
+    copied = 0 in (*steps, strides[-1])
+    if x_BLHD.is_cuda and row % LOAD_BYTES == 0:
+        copied |= any(n * x_BLHD.itemsize % LOAD_BYTES for n in (x_BLHD.storage_offset(), *steps))
     return x_BLHD.clone(memory_format=torch.contiguous_format) if copied else x_BLHD
 
 
@@ -103,5 +104,5 @@ class GradientsToTokens:
     def wait(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return dq, dk and dv in the dtype of the inputs."""
         results = [x for pending in self._pending for x in pending.wait()] or self._local
-        dq, dk, dv = (x.to(self._dtype) for x in results)
+        dq, dk, dv = [x.to(self._dtype) for x in results]
         return dq, dk, dv

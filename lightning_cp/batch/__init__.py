@@ -7,7 +7,7 @@ from lightning_cp.batch.rules import KNOWN_DIMS, BatchRules
 from lightning_cp.batch.shard import (
     CountedBatch,
     ShardedBatch,
-    completed,
+    add_positions_and_targets,
     shard_batch,
     valid_counts,
 )
@@ -18,7 +18,7 @@ __all__ = [
     "CountedBatch",
     "ShardedBatch",
     "WholeBatch",
-    "completed",
+    "add_positions_and_targets",
     "documents_of",
     "read_batch",
     "shard_batch",

@@ -21,7 +21,6 @@ from lightning_cp.batch.tracked_batch import POSITIONS
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import Documents
 from lightning_cp.layout.documents import text_positions
-from lightning_cp.utils.containers import tensors_of
 from lightning_cp.utils.labels import IGNORED_LABEL
 
 
@@ -36,14 +35,14 @@ class DeclaredDocuments:
         """Find ``cu_seqlens`` and ``segment_ids``; masks and positions if the model reads them."""
         names = (*SEGMENTS, MASK, POSITIONS) if rules.reads_masks else SEGMENTS
         found: dict[str, torch.Tensor] = {}
-        for name, x in tensors_of(whole.batch):
+        for name, x in whole.tensors.items():
             if has_boundaries(name) and name not in rules.sequence_dims:
                 found[name] = x
             elif name in whole.dims and last_part(name) in names:
                 found[name] = x.movedim(whole.dims[name], -1)
         return cls(found)
 
-    def called(self, *names: str) -> dict[str, torch.Tensor]:
+    def named(self, *names: str) -> dict[str, torch.Tensor]:
         """Return the tensors whose own name is among ``names``."""
         return {name: x for name, x in self.found.items() if last_part(name) in names}
 
@@ -68,21 +67,21 @@ class DeclaredDocuments:
         padded = _merge(
             {
                 name: _read(name, x, rows, Documents.from_padding_mask)
-                for name, x in self.called(MASK).items()
+                for name, x in self.named(MASK).items()
                 if not bool((x == 1).all())
             }
         )
         if packed is not None:
-            if not self.called(MASK):
+            if not self.named(MASK):
                 self._check_positions(packed, next(iter(said)), rows)
             return packed if padded is None else _within(packed, padded)
-        if self.called(MASK):
+        if self.named(MASK):
             return padded
         return _merge(self._of_positions(rows))
 
     def _of_positions(self, rows: int | None) -> dict[str, Documents]:
         said: dict[str, Documents] = {}
-        for name, x in self.called(POSITIONS).items():
+        for name, x in self.named(POSITIONS).items():
             text = _text_positions(name, x, rows)
             if text is not None:
                 said[name] = _read(name, text, rows, Documents.from_position_ids)
@@ -95,7 +94,7 @@ class DeclaredDocuments:
         return said
 
     def _check_positions(self, packed: Documents, name: str, rows: int | None) -> None:
-        for own, x in self.called(POSITIONS).items():
+        for own, x in self.named(POSITIONS).items():
             text = _text_positions(own, x, rows)
             if text is not None and _restart_elsewhere(text, packed):
                 raise ConfigError(
@@ -116,14 +115,14 @@ def documents_of(whole: WholeBatch, rules: BatchRules) -> Documents | None:
     rows = whole.rows if any(whole.dims.values()) else None
     found = declared.documents(whole.seq_len, rows)
     if found is not None and not found.is_dense:
-        for mask in declared.called(MASK).values():
+        for mask in declared.named(MASK).values():
             _check_no_padded_targets(mask, whole)
     return found
 
 
-def padding_mask_of(batch: Any) -> torch.Tensor | None:
-    """Return the batch's mask [B, S], 0 for padding, even if the model does not read it."""
-    mask = dict(tensors_of(batch)).get(MASK)
+def padding_mask_of(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Return a batch's mask [B, S], 0 for padding, even if the model does not read it."""
+    mask = tensors.get(MASK)
     return mask if mask is not None and mask.dim() == 2 else None
 
 

@@ -135,7 +135,7 @@ def mismatch_warning(
     besides = [y if math.isnan(x) else x for x, y in zip(other, targets, strict=True)]
     counts = _listed(besides if doubt is Mismatch.STEP else known)
     name = ", ".join(map(repr, names))
-    return _SAID[doubt].format(name=name, where=where, counts=counts, labels=_listed(targets))
+    return _WARNINGS[doubt].format(name=name, where=where, counts=counts, labels=_listed(targets))
 
 
 def _listed(counts: Sequence[float]) -> str:
@@ -143,7 +143,7 @@ def _listed(counts: Sequence[float]) -> str:
     return ", ".join(f"{count:g}" for count in counts[:4]) + (", ..." if counts[4:] else "")
 
 
-_SAID = {
+_WARNINGS = {
     Mismatch.MEAN: "self.log({name}, ...) in {where} was given a mean over other targets than the batch's "
     "labels ({counts} on the ranks that share a sample, which have {labels} labels), so it shows another "
     "value than one process would. Log self.cp_log({name}, loss * count, count) of ContextParallelMixin, "
@@ -215,7 +215,7 @@ def _range(x: torch.Tensor, held: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 def _close(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """True if values are equal up to rounding in the coarser dtype; NaN equals NaN."""
-    eps = max(torch.finfo(x.dtype).eps for x in (value, other) if x.is_floating_point())
+    eps = max([torch.finfo(x.dtype).eps for x in (value, other) if x.is_floating_point()])
     a, b = value.double(), other.to(value.device).double()
     return ((a - b).abs() <= 4 * eps * b.abs()) | (a.isnan() & b.isnan())
 

@@ -10,7 +10,7 @@ import torch
 
 from lightning_cp.batch.rules import KNOWN_DIMS
 from lightning_cp.comm.all_gather import all_gather
-from lightning_cp.comm.consensus import agree, checksum, fingerprint
+from lightning_cp.comm.consensus import check_equal, checksum, fingerprint
 from lightning_cp.comm.vocab_parallel import ShardedLogits, whole_logits
 from lightning_cp.errors import BatchMismatchError, ConfigError
 from lightning_cp.layout import SequenceLayout
@@ -72,7 +72,7 @@ def _equal_on_all_ranks(
         "values": fingerprint(list(_other_values(output))),
     }
     try:
-        agree(facts, group, what="predict_step")
+        check_equal(facts, group, what="predict_step")
     except BatchMismatchError:
         raise ConfigError(
             "predict_step returned different things on the ranks of a group: other types, names or shapes, "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,7 +42,12 @@ class WholeBatch:
     label_dim: int = 1
     """Sequence dimension of the labels."""
 
-    @property
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Tensors of the batch by dotted name."""
+        return dict(tensors_of(self.batch))
+
+    @cached_property
     def position_name(self) -> str | None:
         """Name of the batch's sharded positions, at the top level or the only nested one."""
         found = [name for name in self.dims if last_part(name) == POSITIONS]

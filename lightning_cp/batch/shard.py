@@ -97,11 +97,11 @@ def shard_batch(
         aligned_local,
         valid_counts(whole, layout) if valid is None else valid,
         whole.rows,
-        padding_mask_of(whole.batch),
+        padding_mask_of(whole.tensors),
     )
 
 
-def completed(batch: Any, rules: BatchRules, *, positions: bool = True) -> Any:
+def add_positions_and_targets(batch: Any, rules: BatchRules, *, positions: bool = True) -> Any:
     """Return a batch that no other rank shares, with the positions and targets that a shard of it would get.
 
     Args:
@@ -145,10 +145,10 @@ def valid_counts(whole: WholeBatch, layout: SequenceLayout) -> tuple[int, ...]:
     else:
         valid = (whole.aligned_labels != IGNORED_LABEL).movedim(whole.label_dim, -1)
         per_token = valid.flatten(0, -2).sum(0).cpu() if valid.dim() > 1 else valid.long().cpu()
-    return tuple(int(layout.shard(per_token, rank, dim=0).sum()) for rank in range(layout.cp_size))
+    return layout.count_by_rank(per_token)
 
 
-_COUNTED = "what tokens are counted by"
+_MASK_KEY = "what tokens are counted by"
 """Key of the mask among copies to the host."""
 
 
@@ -174,7 +174,7 @@ class CountedBatch:
     def of_whole(cls, whole: WholeBatch, rules: BatchRules) -> CountedBatch:
         """Make the counts of a batch that was not sharded."""
         told = dict(DeclaredDocuments.of(whole, rules).found)
-        return cls._on_host(whole.rows, whole.seq_len, None, told, padding_mask_of(whole.batch))
+        return cls._on_host(whole.rows, whole.seq_len, None, told, padding_mask_of(whole.tensors))
 
     @classmethod
     def of_shard(cls, part: ShardedBatch, rules: BatchRules) -> CountedBatch:
@@ -192,12 +192,12 @@ class CountedBatch:
         told: Mapping[str, torch.Tensor],
         mask: torch.Tensor | None,
     ) -> CountedBatch:
-        copies, event = _to_host({**told, **({} if mask is None else {_COUNTED: mask})})
-        mask = copies.pop(_COUNTED, None)
+        copies, event = _to_host({**told, **({} if mask is None else {_MASK_KEY: mask})})
+        mask = copies.pop(_MASK_KEY, None)
         return cls(rows, seq_len, known, DeclaredDocuments(copies), mask, event)
 
     @property
-    def arrived(self) -> bool:
+    def is_ready(self) -> bool:
         """True if the copies are complete."""
         return self.event is None or self.event.query()
 

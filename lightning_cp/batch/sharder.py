@@ -21,11 +21,11 @@ from lightning_cp.batch import (
 )
 from lightning_cp.batch.step_state import PositionInfo, position_info
 from lightning_cp.comm.consensus import (
+    all_equal_sum,
+    check_gathered,
     checksum,
-    find_difference,
-    fingerprint,
-    gather_lists,
-    tally,
+    gather_facts,
+    gather_objects,
 )
 from lightning_cp.errors import BatchMismatchError, ShapeError
 from lightning_cp.layout import CostModel, LayoutChoice, Mask, SequenceLayout, explain_layout
@@ -127,7 +127,7 @@ def shard_batch_checked(
         RankFailure: another rank's batch was refused.
     """
     error: Exception | None = None
-    facts: dict[str, int] = {}
+    facts: dict[str, Any] = {}
     whole: WholeBatch | None = None
     choice: LayoutChoice | None = None
     valid: tuple[int, ...] = ()
@@ -139,8 +139,7 @@ def shard_batch_checked(
         facts = _facts(whole, choice.layout, valid)
     except Exception as refused:  # any: a rank that raised alone would leave the others waiting
         error = refused
-    texts = _texts(whole) if whole is not None else {}
-    targets, empty = _agree_on_batch(facts, texts, error, mesh, draws, together=together)
+    targets, empty = _agree_on_batch(facts, error, mesh, draws, together=together)
     if not training and whole is not None:
         targets, empty = facts["targets"], facts["ranks without targets"]
     assert whole is not None
@@ -176,12 +175,11 @@ def _check_not_sharded(whole: WholeBatch, before: ShardedBatch | None) -> None:
 
 def batch_position_info(whole: WholeBatch, layout: SequenceLayout) -> PositionInfo:
     """Return facts of the positions of a whole batch."""
-    return position_info(whole.positions_in(dict(tensors_of(whole.batch))), layout)
+    return position_info(whole.positions_in(whole.tensors), layout)
 
 
 def _agree_on_batch(
-    facts: dict[str, int],
-    texts: dict[str, str],
+    facts: dict[str, Any],
     error: Exception | None,
     mesh: ContextParallelMesh,
     draws: TokenDraws | None,
@@ -203,12 +201,15 @@ def _agree_on_batch(
 
     def total_with(asked: list[str]) -> int | None:
         own = (tuple(facts.items()), asked)
-        return tally("batch", group, dissents=dissents, number=number, of=(part, of), own=own)
+        return all_equal_sum(
+            "batch", group, dissents=dissents, number=number, of=(part, of), own=own
+        )
 
     total = total_with(asked)
     if total is None:
         groups = [range(at * of, (at + 1) * of) for at in range(size)]
-        find_difference(facts, group, what="batch", within=groups, error=error, texts=texts)
+        every = gather_facts(facts, group, what="batch", error=error)
+        check_gathered(every, group, what="batch", within=groups)
         if draws is not None:
             _warn_draws_differ(asked, group, groups, draws)
         total = total_with([])
@@ -224,7 +225,7 @@ def _warn_draws_differ(
     asked: list[str], group: dist.ProcessGroup, groups: Sequence[range], draws: TokenDraws
 ) -> None:
     """Warn once, on the first rank of the first group whose ranks drew different random numbers."""
-    every = gather_lists(asked, group)
+    every = gather_objects(asked, group)
     said = ((ranks[0], describe_difference([every[rank] for rank in ranks])) for ranks in groups)
     first, line = next(((rank, line) for rank, line in said if line), (0, None))
     if line:
@@ -233,25 +234,15 @@ def _warn_draws_differ(
             _log.warning(line)
 
 
-def _facts(whole: WholeBatch, layout: SequenceLayout, valid: tuple[int, ...]) -> dict[str, int]:
+def _facts(whole: WholeBatch, layout: SequenceLayout, valid: tuple[int, ...]) -> dict[str, Any]:
     """Return the facts that ranks which share a sample must agree on."""
-    facts = {
+    tensors = whole.tensors.items()
+    return {
         "sequence length": whole.seq_len,
         "ranks without targets": sum(1 for count in valid if not count),
         "targets": sum(valid),
         "documents": layout.documents.checksum if layout.documents else 0,
         "layout": layout.checksum,
+        **{f"{name} (shape and dtype)": f"{tuple(x.shape)} {x.dtype}" for name, x in tensors},
+        **{f"{name} (values)": checksum(x) for name, x in tensors},
     }
-    tensors = list(tensors_of(whole.batch))
-    for name, text in _texts(whole).items():
-        facts[name] = fingerprint(text)
-    for name, x in tensors[:15]:
-        facts[f"{name} (values)"] = checksum(x)
-    facts["further tensors"] = fingerprint([(name, checksum(x)) for name, x in tensors[15:]])
-    return facts
-
-
-def _texts(whole: WholeBatch) -> dict[str, str]:
-    """Return the texts shown in place of checksums."""
-    tensors = list(tensors_of(whole.batch))[:15]
-    return {f"{name} (shape and dtype)": f"{tuple(x.shape)} {x.dtype}" for name, x in tensors}

@@ -66,4 +66,3 @@ if __name__ == "__main__":
     explain_keys()
     with one_folder(sys.argv):
         main()
-# What every rank of a run does: one suite after the other, and the first rank reports.

@@ -18,7 +18,7 @@ from lightning_cp.bench.kernels import KernelRow
 from lightning_cp.bench.links import LinkRow
 from lightning_cp.bench.overheads import OverheadRow
 from lightning_cp.bench.settings import BenchSettings, cores
-from lightning_cp.bench.timers import gather_from_ranks
+from lightning_cp.comm.consensus import World
 from lightning_cp.planner.hardware import ComputeRate, Hardware, KernelRate, LinkRate, OverheadRate
 
 
@@ -59,7 +59,7 @@ def this_machine(settings: BenchSettings) -> MachineInfo:
     """Describe the machine; all ranks must call this together, and all return the same."""
     on_cuda = settings.device_type == "cuda"
     local = int(os.environ.get("LOCAL_WORLD_SIZE", settings.devices))
-    every = gather_from_ranks(_gpu() if on_cuda else (_cpu(), _memory() // local))
+    every = World().gather(_gpu() if on_cuda else (_cpu(), _memory() // local))
     names, memories = zip(*every, strict=True)
     return MachineInfo(
         settings.device_type,

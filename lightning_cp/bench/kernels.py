@@ -129,8 +129,8 @@ def check_heads(heads: int, kv_heads: int) -> None:
     if heads % kv_heads:
         fitting = [str(n) for n in range(1, heads + 1) if heads % n == 0]
         raise ConfigError(
-            f"heads={heads} is no multiple of kv_heads={kv_heads}, so they cannot share them. kv_heads may "
-            f"be {', '.join(fitting)}."
+            f"heads={heads} is not a multiple of kv_heads={kv_heads}, so the heads do not "
+            f"split evenly. kv_heads may be {', '.join(fitting)}."
         )
 
 

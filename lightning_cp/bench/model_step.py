@@ -129,9 +129,9 @@ class ModelStep:
             )
             self._runtime.begin_step()
             loss = self._runtime.step.scale_loss(self._model(**batch).loss)
-            self._engine.expect(loss)
+            self._engine.prepare_backward(loss)
             loss.backward()
-            self._engine.require_averaged()
+            self._engine.finish_backward()
             self._runtime.end_step()
             self._optimizer.step()
 

@@ -31,7 +31,7 @@ from lightning_cp.bench.methods import (
     ContextParallelMethod,
     Step,
 )
-from lightning_cp.bench.selection import chosen_ways
+from lightning_cp.bench.selection import chosen_methods
 from lightning_cp.bench.settings import BenchSettings
 from lightning_cp.bench.timers import (
     Figure,
@@ -39,12 +39,12 @@ from lightning_cp.bench.timers import (
     cpu_of_all,
     excess,
     failure_of_any,
-    gather_from_ranks,
     measure_on_ranks,
     obstacle_of_any,
     overlap_figures,
     wall_of_slowest,
 )
+from lightning_cp.comm.consensus import World
 from lightning_cp.kernels.merge import Accumulator, GradientSums
 from lightning_cp.kernels.protocol import QKV, Capabilities, Kernel, Merged, Scores
 from lightning_cp.kernels.select import select_kernel
@@ -268,7 +268,7 @@ def _of_case(
     tell(f"one process, {what}")
     one = one_process(select_kernel(settings.kernel, request_of(case)), case, settings)
     for backward in (False, True):
-        for way in chosen_ways(settings, case):
+        for way in chosen_methods(settings, case):
             tell(f"{way.name}, {what}, {'forward+backward' if backward else 'forward'}")
             row = replace(row_of(way, case, backward=backward), obstacle=obstacle_of_any(way, case))
             if row.obstacle is None:
@@ -288,7 +288,7 @@ def one_process(
     ``None`` where the sequence does not fit into one device.
     """
     steps = _one_process_passes(kernel, case) if dist.get_rank() == 0 else None
-    if not gather_from_ranks(steps is not None)[0]:
+    if not World().gather(steps is not None)[0]:
         return [None, None]
     runs = [
         measure_on_ranks(step, settings)[0]

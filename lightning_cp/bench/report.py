@@ -289,6 +289,4 @@ def _repeats(settings: BenchSettings) -> str:
 
 
 _SURE = "The spread is (most - least) / least."
-_UNSURE = (
-    "Of one repeat nobody knows how sure it is: there is no spread, and nothing that depends on it."
-)
+_UNSURE = "One repeat gives no spread, so no figure that depends on it is shown. Set repeats= to 2 or more."

@@ -41,7 +41,7 @@ def check(settings: BenchSettings) -> None:
     for case in cases:
         check_case(case)
     case, *_ = cases
-    obstacles = {way.name: way.obstacle(case) for way in chosen_ways(settings, case)}
+    obstacles = {way.name: way.obstacle(case) for way in chosen_methods(settings, case)}
     if all(obstacles.values()):
         told = "; ".join(f"{name}: {why}" for name, why in obstacles.items())
         raise ConfigError(f"none of the modes can share the sequence. {told}.")
@@ -64,7 +64,7 @@ def check_case(case: AttentionCase) -> None:
         )
 
 
-def chosen_ways(settings: BenchSettings, case: AttentionCase) -> list[AttentionMethod]:
+def chosen_methods(settings: BenchSettings, case: AttentionCase) -> list[AttentionMethod]:
     """Return the ways that ``settings.modes`` names; by default ours and those of installed packages.
 
     Ours have the layout of the case, and include it in their names for packed documents.

@@ -15,7 +15,7 @@ from lightning_cp.bench.processes import TorchrunRank
 from lightning_cp.errors import ConfigError
 
 SUITES = ("kernels", "links", "modes", "compute", "overheads")
-ALONE = ("kernels", "compute", "overheads")
+SINGLE_DEVICE_SUITES = ("kernels", "compute", "overheads")
 """The suites that one device can run."""
 MASKS = ("full", "causal", "window", "packed")
 DTYPES = {str(x).removeprefix("torch."): x for x in (torch.float32, torch.bfloat16, torch.float16)}
@@ -84,7 +84,7 @@ class BenchSettings:
             **{k: v for k, v in DEFAULTS[device_type].items() if config[k] == "auto"},
         }
         devices = _devices(given["devices"], device_type, own)
-        auto = SUITES if devices > 1 else ALONE
+        auto = SUITES if devices > 1 else SINGLE_DEVICE_SUITES
         documents = _integer("documents", given["documents"], 0)
         masks = _names("masks", given["masks"], MASKS, MASKS if documents else MASKS[:-1])
         if "packed" in masks and not documents:

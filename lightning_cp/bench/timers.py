@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from lightning_cp.bench.methods import AttentionCase, AttentionMethod, Step
 from lightning_cp.bench.settings import BenchSettings
+from lightning_cp.comm.consensus import World
 
 T = TypeVar("T")
 
@@ -175,7 +176,7 @@ PATIENCE = 60.0
 
 def measure_on_ranks(step: Step, settings: BenchSettings) -> list[Samples]:
     """Time a step on all ranks, with the settings' repeats; return every rank's samples in rank order."""
-    return gather_from_ranks(
+    return World().gather(
         measure(
             step,
             repeats=settings.repeats,
@@ -185,16 +186,9 @@ def measure_on_ranks(step: Step, settings: BenchSettings) -> list[Samples]:
     )
 
 
-def gather_from_ranks(value: T) -> list[T]:
-    """Return every rank's value in rank order."""
-    every: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(every, value)
-    return every
-
-
 def obstacle_of_any(way: AttentionMethod, case: AttentionCase) -> str | None:
     """Return the first rank's obstacle, if any: when one rank cannot compute the case, none may begin."""
-    return next((told for told in gather_from_ranks(way.obstacle(case)) if told is not None), None)
+    return next((told for told in World().gather(way.obstacle(case)) if told is not None), None)
 
 
 def failure_of_any(attempt: Callable[[], object]) -> str | None:
@@ -213,7 +207,7 @@ def failure_of_any(attempt: Callable[[], object]) -> str | None:
         if not all_arrived(name, PATIENCE):
             raise
         failure = f"fails: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    return next((each for each in gather_from_ranks(failure) if each is not None), None)
+    return next((each for each in World().gather(failure) if each is not None), None)
 
 
 def next_attempt_name() -> str:

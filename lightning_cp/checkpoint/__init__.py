@@ -1,6 +1,6 @@
-"""Checkpoints: our own, which are whole or not there; weights that others made, and that others load.
+"""Checkpoints of this package, which are complete or absent; and import and export of Hugging Face weights.
 
-Names are loaded when they are first used.
+Names are loaded on first use.
 """
 
 from __future__ import annotations

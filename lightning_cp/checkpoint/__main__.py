@@ -22,18 +22,18 @@ from lightning_cp.comm.consensus import error_summary
 from lightning_cp.errors import CheckpointError
 from lightning_cp.utils.command_help import argument_parser
 
-# One file from a folder of shards, and the other way; by one process, without the model.
+# Conversion between one file and a folder of shards, in one process and without the model.
 
 
 def convert(source: Path, target: Path, *, form: str = "full") -> None:
-    """Write a checkpoint in another form, after verifying it; memory for all of it is needed.
+    """Write a checkpoint in another form, after verifying it; needs memory for all of it.
 
-    The new one is as old as the source, and no run goes on from it for being the newest of its folder.
+    The new one gets the time of the source, so that no run resumes from it as the newest of its folder.
 
     Args:
         source: a checkpoint of either form.
-        target: the new one, where nothing may be yet.
-        form: ``full`` or ``sharded`` (all of it in one shard: any number of ranks reads it).
+        target: the new one, a path where nothing exists.
+        form: ``full`` or ``sharded`` (a single shard, which any number of ranks can read).
 
     Raises:
         CheckpointError: the source is refused, or the target cannot be written.
@@ -54,7 +54,7 @@ def describe(source: Path) -> str:
     """The description of a checkpoint, after verifying it.
 
     Raises:
-        CheckpointError: it is refused.
+        CheckpointError: the checkpoint is refused.
     """
     opened = open_checkpoint(source)
     manifest = opened.manifest
@@ -71,7 +71,9 @@ def describe(source: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 1 if the checkpoint is refused or cannot be written, which one line says."""
+    """Return the exit status: 1 if the checkpoint is refused or cannot be written; one line gives the
+    reason.
+    """
     parser = argument_parser(__doc__)
     parser.add_argument("source", type=Path, help="a checkpoint: a file or a folder")
     parser.add_argument("target", type=Path, nargs="?", help="the new checkpoint")

@@ -1,8 +1,8 @@
-"""Writing that survives a kill or a power cut: what has a checkpoint's name is complete.
+"""Atomic, durable writes: a checkpoint that has its name is complete, even after a kill or a power cut.
 
-All of a checkpoint is written beside its place, on the same file system, and made durable (``fsync``) before
-it gets its name by a rename. A file replaces a file in that one rename. A folder cannot replace a folder, so
-the old one is set aside under a name that :func:`locate` knows until the new one has its place.
+A checkpoint is written beside its place, on the same file system, and made durable (``fsync``) before a
+rename gives it its name. A file replaces a file in that rename. A folder cannot replace a folder, so the old
+one is renamed first; :func:`locate` finds it under that name until the new one has its place.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ _PLACED = " is complete and in its place, but "
 _UNCHANGED = "What was saved there before is still there, and the state of the run is unchanged."
 
 
-class GivenUpError(CheckpointError):
-    """A rank could not write its part because another one had failed before, which knows why."""
+class AbortedSaveError(CheckpointError):
+    """Another rank failed first, and has the reason, so this rank did not write its part."""
 
 
 def durability_error(target: Path, why: str) -> CheckpointError:
-    """The error of a save that has ended, and of which something else did not."""
+    """The error for a finished save of which a later step failed."""
     return CheckpointError(f"{display_path(target)}{_PLACED}{why.rstrip('.')}.")
 
 
 def save_error(target: Path, why: str) -> CheckpointError:
-    """The error of a save that did not end, in its background or on another rank; says what is left."""
+    """The error for an unfinished save, in its background or on another rank; says what is left."""
     if _PLACED in why:
         return CheckpointError(why)
-    why = why.removeprefix(f"{CheckpointError.__name__}: ")  # of our own, said on another rank
+    why = why.removeprefix(f"{CheckpointError.__name__}: ")  # our own class, from another rank
     own = f"cannot save {display_path(target)}: "
-    if own in why:  # another rank says all of it
+    if own in why:  # another rank's message has the whole text
         why = why.replace(f"{CheckpointError.__name__}: {own}", "").replace(own, "")
         why = why.replace(f" {_UNCHANGED}", "")
     return CheckpointError(f"{own}{why.rstrip('.')}. {_UNCHANGED}")
 
 
 def display_path(path: Path) -> str:
-    """A path as seen from the working directory; of another place its last two names, ``~`` for the home."""
+    """A path relative to the working directory; elsewhere its last two names, ``~`` for the home."""
     if not path.is_absolute():
         return str(path)
     try:
@@ -66,23 +66,25 @@ def display_path(path: Path) -> str:
 SAVING, BEFORE, REMOVED = "saving", "before", "removed"
 _A_DAY = 86_400.0
 _NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES)
-"""Of file systems that cannot sync folders, such as some of FUSE and CIFS; or of folders not to be read."""
+"""Errors of file systems that cannot sync folders, such as some of FUSE and CIFS; or of unreadable
+folders.
+"""
 _LEFT = re.compile(
     r"^\.(?P<name>.+)\.(?P<why>saving|before|removed)-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-"
 )
 
 _UNDELETED: set[Path] = set()
-"""What this process wanted to delete, and could not."""
+"""Paths that this process failed to delete."""
 
 
 def temporary_path(target: Path, why: str) -> Path:
-    """A name next to ``target`` that nobody else has; tells who wrote there, so that leftovers can go."""
+    """A unique name next to ``target``; it contains the writing process, so that leftovers can be removed."""
     owner = f"{machine_id()}-{os.getpid()}-{secrets.token_hex(4)}"
     return target.with_name(f".{target.name}.{why}-{owner}")
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a new file and have it on the disk."""
+    """Write a new file, and flush it to disk."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -90,7 +92,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Have the names in a folder on the disk, where the file system can be told to."""
+    """Flush the names in a folder to disk, where the file system supports it."""
     try:
         opened = os.open(folder, os.O_RDONLY)
         try:
@@ -103,7 +105,7 @@ def sync(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and what it is in, and have their names on the disk."""
+    """Make a folder with its parents, and flush their names to disk."""
     missing = [x for x in (folder, *folder.parents) if not x.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for made in missing:
@@ -111,51 +113,51 @@ def make_folder(folder: Path) -> None:
 
 
 def put_in_place(staged: Path, target: Path) -> None:
-    """Give what was written completely its name; whatever had that name is removed afterwards.
+    """Rename a complete checkpoint to its name; then remove the former one of that name.
 
-    What was there is put back if anything comes in between, Ctrl-C included.
+    The former one is restored on any error before that, including Ctrl-C.
 
     Raises:
-        OSError: it has not got its name.
-        CheckpointError: it has.
+        OSError: the checkpoint does not have its name.
+        CheckpointError: it has its name, but a later step failed.
     """
     if staged.is_dir():
         sync(staged)
-    aside = None
+    renamed = None
     if staged.is_dir() or (target.is_dir() and not target.is_symlink()):
-        aside = temporary_path(target, BEFORE)
-    _exchange(staged, target, aside)
-    _keep_name(target, aside)
+        renamed = temporary_path(target, BEFORE)
+    _exchange(staged, target, renamed)
+    _keep_name(target, renamed)
 
 
-def _keep_name(target: Path, aside: Path | None) -> None:
-    """Once it is on the disk, what had that name before goes."""
+def _keep_name(target: Path, renamed: Path | None) -> None:
+    """Flush the new name to disk; then remove the former checkpoint."""
     try:
         sync(target.parent)
     except OSError as error:
         raise durability_error(
             target, f"may not be after a power cut: {error_summary(error)}"
         ) from error
-    if aside is not None:
-        discard(aside)
+    if renamed is not None:
+        discard(renamed)
 
 
-def _exchange(staged: Path, target: Path, aside: Path | None) -> None:
+def _exchange(staged: Path, target: Path, renamed: Path | None) -> None:
     try:
-        if aside is not None and os.path.lexists(target):
-            target.rename(aside)
+        if renamed is not None and os.path.lexists(target):
+            target.rename(renamed)
         staged.replace(target)
     except BaseException:
-        if aside is not None and os.path.lexists(aside) and not os.path.lexists(target):
-            aside.rename(target)
+        if renamed is not None and os.path.lexists(renamed) and not os.path.lexists(target):
+            renamed.rename(target)
         raise
 
 
 def write_note(path: Path, text: str) -> None:
-    """Write a small file for a process that waits for it: all of it or nothing is there.
+    """Write a small file atomically, for a process that waits for it.
 
-    Its name need not survive a power cut, so nothing is done with the folder, which may have another name by
-    the time that this returns.
+    Its name need not survive a power cut, so the folder is not flushed; it may even have another name by
+    then.
     """
     staged = temporary_path(path, SAVING)
     staged.write_text(text)
@@ -163,30 +165,30 @@ def write_note(path: Path, text: str) -> None:
 
 
 def replace_link(link: Path, to: Path) -> None:
-    """Have ``link`` point to ``to``, in one step; relative, so that the folder may be moved."""
+    """Point ``link`` to ``to`` atomically; relative, so that the folder may be moved."""
     staged = temporary_path(link, SAVING)
     staged.symlink_to(os.path.relpath(to, link.parent))
-    aside = temporary_path(link, BEFORE) if link.is_dir() and not link.is_symlink() else None
+    renamed = temporary_path(link, BEFORE) if link.is_dir() and not link.is_symlink() else None
     try:
-        _exchange(staged, link, aside)
+        _exchange(staged, link, renamed)
     finally:
         discard(staged)
-    _keep_name(link, aside)
+    _keep_name(link, renamed)
 
 
 def remove(target: Path) -> None:
-    """Take a checkpoint away in one step; what is left of it has another name while it is deleted."""
-    aside = _set_aside(target, REMOVED)
-    if aside is not None:
+    """Remove a checkpoint atomically: it is renamed before it is deleted."""
+    renamed = _rename_away(target, REMOVED)
+    if renamed is not None:
         sync(target.parent)
-        discard(aside)
+        discard(renamed)
 
 
 def discard(path: Path) -> None:
-    """Delete a file, a link or a folder; nothing happens if it is gone, or cannot be deleted.
+    """Delete a file, a link or a folder; do nothing if it is absent, or cannot be deleted.
 
-    Whoever tidies up after an error has that one to tell, or to share with other ranks that wait for it. What
-    cannot be deleted is left to the next :func:`sweep` of this process.
+    Cleanup after an error must not hide that error, or delay other ranks. The next :func:`sweep` of this
+    process tries again.
     """
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
@@ -198,18 +200,22 @@ def discard(path: Path) -> None:
 
 
 def discard_shared(folder: Path) -> None:
-    """Delete a folder into which other processes still write: under its name they find it no more."""
-    aside = temporary_path(folder, REMOVED)
+    """Delete a folder into which other processes still write: it is renamed first, so that they do not find
+    it.
+    """
+    renamed = temporary_path(folder, REMOVED)
     try:
-        folder.rename(aside)
+        folder.rename(renamed)
     except OSError:
-        aside = folder
-    discard(aside)
+        renamed = folder
+    discard(renamed)
 
 
 def locate(target: Path) -> Path:
-    """Where the checkpoint of this name is: elsewhere only if a save was killed while replacing a folder."""
-    if target.is_symlink() and not target.exists():  # what it points to may be set aside
+    """The path of the checkpoint of this name; another one only if a save was killed while replacing a
+    folder.
+    """
+    if target.is_symlink() and not target.exists():  # its target may have been renamed
         target = target.parent / target.readlink()
     if os.path.lexists(target):
         return target
@@ -218,7 +224,7 @@ def locate(target: Path) -> Path:
 
 
 def leftovers(folder: Path) -> list[tuple[Path, tuple[str, str]]]:
-    """Leftovers of saves in a folder: the path, the checkpoint's name, and why it is there."""
+    """Leftovers of saves in a folder: the path, the checkpoint's name, and the kind."""
     if not folder.is_dir():
         return []
     matches = ((path, _LEFT.match(path.name)) for path in folder.iterdir())
@@ -226,7 +232,7 @@ def leftovers(folder: Path) -> list[tuple[Path, tuple[str, str]]]:
 
 
 def sweep(folder: Path) -> None:
-    """Tidy up after processes that are gone, and put back what they had set aside."""
+    """Clean up after dead processes, and restore checkpoints that they had renamed."""
     for path, (name, why) in leftovers(folder):
         if path in _UNDELETED:
             _UNDELETED.remove(path)
@@ -240,18 +246,19 @@ def sweep(folder: Path) -> None:
             discard(path)
 
 
-def _set_aside(target: Path, why: str) -> Path | None:
+def _rename_away(target: Path, why: str) -> Path | None:
     if not os.path.lexists(target):
         return None
-    aside = temporary_path(target, why)
-    target.rename(aside)
-    return aside
+    renamed = temporary_path(target, why)
+    target.rename(renamed)
+    return renamed
 
 
 def _is_alive(path: Path) -> bool:
-    """True if the process that has left this may still be writing.
+    """True if the process that wrote this may still be running.
 
-    Of another machine nobody knows, and another process may have its number: then the last change tells.
+    For another machine this is unknown, and another process may have its number, so the time of the last
+    change decides.
     """
     match = _LEFT.match(path.name)
     assert match is not None
@@ -261,33 +268,33 @@ def _is_alive(path: Path) -> bool:
         own = path.lstat().st_ctime
     except (ProcessLookupError, FileNotFoundError):
         return False
-    except OSError:  # another user's
+    except OSError:  # the file of another user
         return True
     try:
         return time.time() - max([own, *_changes(path)]) < _A_DAY
-    except OSError:  # something in it went while it was looked at: somebody is at work there
+    except OSError:  # a file vanished meanwhile: some process is at work
         return True
 
 
 def _changes(folder: Path) -> Iterator[float]:
-    """When things in it were written or renamed last, by the file system's clock."""
+    """Times of the last changes of its files, by the file system's clock."""
     return (x.lstat().st_ctime for x in folder.rglob("*"))
 
 
 def machine_id() -> str:
-    """A number for this machine, without its name."""
+    """An anonymous number of this machine."""
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 
 
-# Paths of file systems of this machine.
+# Paths on file systems of this machine.
 
 
 def local_path(path: str | PathLike[str]) -> Path:
-    """A path of this machine's file system.
+    """The path on this machine's file system.
 
     Raises:
-        CheckpointError: it is somewhere else.
-        ConfigError: it is no path.
+        CheckpointError: a URL of another place.
+        ConfigError: not a path.
     """
     given: Any = path
     if not isinstance(given, str | PathLike) or not str(given):

@@ -1,4 +1,4 @@
-"""Full checkpoints that are not files of this machine: in a store, or whatever a CheckpointIO plugin does."""
+"""Full checkpoints in a store, or written by a CheckpointIO plugin."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ WriteFunction = Callable[[dict[str, Any], SaveInfo], None]
 
 
 class PlainCheckpointIO(TorchCheckpointIO):
-    """Whole files with a manifest, verified before they are read, also in a store: plugins wrap this.
+    """A CheckpointIO of whole files with a manifest, verified before they are read, also in a store. Plugins
+    may wrap it.
 
-    Lightning moves weights between its own processes with it, too: never by further copies in memory.
+    Lightning also uses it to move weights between its own processes, without further copies in memory.
     """
 
     @override
@@ -52,7 +53,7 @@ class PlainCheckpointIO(TorchCheckpointIO):
         if is_store(path):
             put_in_store(checkpoint, about, str(path), storage_options)
         else:
-            FullSave(local_path(path), about, single_rank_world(), checkpoint).finish_alone(0)
+            FullSave(local_path(path), about, single_rank_world(), checkpoint).finish_locally(0)
 
     @override
     def load_checkpoint(
@@ -73,22 +74,23 @@ class PlainCheckpointIO(TorchCheckpointIO):
 
 
 def with_plain_core(io: Any) -> Any:
-    """A plugin with ours at its core, if it wraps one and was given none."""
+    """The plugin with ours at its core, if it wraps another one and was given none."""
     if isinstance(io, _WrappingCheckpointIO):
         io.checkpoint_io = PlainCheckpointIO()
     return io
 
 
 def is_plugin(io: object) -> bool:
-    """True if it is a user's, which is asked instead of the strategy's own way to save."""
+    """True for a user's plugin, which then saves instead of the strategy."""
     return io is not None and type(io) not in (PlainCheckpointIO, TorchCheckpointIO)
 
 
 def writer_for(io: Any, path: Any, storage_options: Any) -> WriteFunction | None:
-    """The writer of checkpoints to a path; ``None``: the strategy itself, as a file of this machine.
+    """The function that writes checkpoints to this path; ``None`` if the strategy writes a file of this
+    machine.
 
     Raises:
-        CheckpointError: options of a store, and the path is none.
+        CheckpointError: options of a store for a path that is not in one.
     """
     if is_plugin(io):
         return lambda tree, about: io.save_checkpoint(tree, path, storage_options=storage_options)
@@ -103,10 +105,10 @@ def writer_for(io: Any, path: Any, storage_options: Any) -> WriteFunction | None
 
 
 def open_anywhere(io: Any, path: Any, weights_only: bool | None) -> Checkpoint:
-    """A checkpoint, verified wherever it is ours. Collective.
+    """Open a checkpoint; verified if it is ours. Collective.
 
     Raises:
-        CheckpointError: on every rank: it cannot be read on some, or ranks see different ones.
+        CheckpointError: on every rank: some rank cannot read it, or ranks see different ones.
     """
     safe, world = weights_only is not False, World()
     if not (is_plugin(io) or is_store(path)):
@@ -123,7 +125,7 @@ def open_anywhere(io: Any, path: Any, weights_only: bool | None) -> Checkpoint:
         manifest = mine[0].manifest
         return manifest.render() if manifest else ""
 
-    said = world.run_on_all(
+    said = world.gather_results(
         read, lambda why: CheckpointError(f"{path} was refused by another rank ({why}).")
     )
     if len(set(said)) > 1:
@@ -135,7 +137,7 @@ def open_anywhere(io: Any, path: Any, weights_only: bool | None) -> Checkpoint:
 
 
 def remove_anywhere(io: Any, path: Any) -> bool:
-    """Remove a checkpoint that is no file of this machine; whether it is none."""
+    """Remove a checkpoint that is not a file of this machine; return False for one that is."""
     if is_plugin(io):
         io.remove_checkpoint(path)
     elif is_store(path):

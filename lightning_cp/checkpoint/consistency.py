@@ -1,4 +1,4 @@
-"""True if all ranks are about to save the same state, under the same name: what differs would be lost."""
+"""Checks that all ranks save the same state under the same name: differences would be lost."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from lightning_cp.checkpoint.tree import Place, dotted
 from lightning_cp.comm.consensus import World
 from lightning_cp.errors import without_home
 
-# True if all ranks name the same checkpoint.
+# Comparison of the checkpoint's path on all ranks.
 
 
 def first_different_path(world: World, path: Path) -> tuple[int, list[Path]] | None:
-    """The first rank whose path is not that of rank 0, and the paths of all. Collective.
+    """The first rank whose path differs from rank 0's, and the paths of all; ``None`` if all agree.
+    Collective.
 
-    Ranks may run in folders of their own: what is the same from each one's working directory is the same.
+    Ranks may run in different folders: paths that are equal relative to each working directory are equal.
     """
-    every = world.gather((str(path), _near(path)))
+    every = world.gather((str(path), _relative_path(path)))
     first, near = every[0]
     for rank, (other, other_near) in enumerate(every):
         if other != first and other_near != near:
@@ -34,27 +35,27 @@ def first_different_path(world: World, path: Path) -> tuple[int, list[Path]] | N
 
 
 def path_difference(rank: int, every: list[Path]) -> str:
-    """The texts of the first rank and the odd one, so that they can be told apart."""
+    """Both paths as texts, shown so that they can be told from each other."""
     first, other = every[0], every[rank]
     if first.parent == other.parent:
         first, other = Path(first.name), Path(other.name)
     return f"{without_home(str(first))} on rank 0, {without_home(str(other))} on rank {rank}"
 
 
-def _near(path: Path) -> str:
+def _relative_path(path: Path) -> str:
     try:
         return os.path.relpath(path)
-    except FileNotFoundError:  # the working directory is gone
+    except FileNotFoundError:  # the working directory was deleted
         return str(path)
 
 
 @dataclass
 class StateSummary:
-    """The part of a value that is compared; nothing of a plain one, which may differ.
+    """The compared part of a value; empty for a plain one, which may differ.
 
     Args:
-        what: of a tensor that is spread, its dtype and shape.
-        tensors: it is or has a tensor.
+        what: dtype and shape of a distributed tensor.
+        tensors: True if it is or contains a tensor.
         parts: of a container with tensors, by key.
     """
 
@@ -63,9 +64,9 @@ class StateSummary:
     parts: dict[Any, StateSummary] = field(default_factory=dict)
 
     @property
-    def spread(self) -> bool:
-        """Every rank has a part of it."""
-        return bool(self.what) or any(x.spread for x in self.parts.values())
+    def is_distributed(self) -> bool:
+        """True if every rank has a part of it."""
+        return bool(self.what) or any(x.is_distributed for x in self.parts.values())
 
 
 _PLAIN_VALUE = StateSummary()
@@ -78,19 +79,20 @@ def check_same_states(
     heavy: tuple[type, ...] = (),
     may_differ: Collection[str] = (),
 ) -> None:
-    """Refuse to save states of which another rank has something that the first one has not. Collective.
+    """Check that no rank has a state that the first rank lacks. Collective.
 
-    What is plain, or a whole tensor, is the first rank's, whatever the others have there.
+    Plain values and whole tensors are saved from the first rank only.
 
     Args:
         world: all ranks.
-        target: the checkpoint.
-        make: gives what this rank is about to save; does not communicate.
-        heavy: what counts as having tensors, besides those.
-        may_differ: keys of the top level below which only what is spread is compared.
+        target: path of the checkpoint.
+        make: returns this rank's state; does not communicate.
+        heavy: types that count as tensors.
+        may_differ: keys of the top level below which only distributed tensors are compared.
 
     Raises:
-        CheckpointError: on every rank: naming the first difference; or what ``make`` raises somewhere.
+        CheckpointError: on every rank: naming the first difference; or an error that ``make`` raises on
+            some rank.
     """
     mine: list[StateSummary] = []
 
@@ -99,7 +101,7 @@ def check_same_states(
         mine[0].parts = dict(_below(mine[0], may_differ))
         return hashlib.sha256(repr(_ordered(mine[0])).encode()).hexdigest()
 
-    every = world.run_on_all(digest, lambda said: save_error(target, said))
+    every = world.gather_results(digest, lambda said: save_error(target, said))
     found = first_different_path(world, target)
     if found is not None:
         why = f"ranks save to different paths: {path_difference(*found)}. Every rank has to give the same one"
@@ -112,13 +114,15 @@ def _below(top: StateSummary, may_differ: Collection[str]) -> Iterator[tuple[Any
     for key, value in top.parts.items():
         if key not in may_differ:
             yield key, value
-        elif value.spread:
+        elif value.is_distributed:
             yield key, _distributed_only(value)
 
 
 def _distributed_only(value: StateSummary) -> StateSummary:
-    """Without what is not spread."""
-    parts = {key: _distributed_only(part) for key, part in value.parts.items() if part.spread}
+    """The summary of distributed tensors only."""
+    parts = {
+        key: _distributed_only(part) for key, part in value.parts.items() if part.is_distributed
+    }
     return StateSummary(value.what, value.tensors, parts)
 
 
@@ -137,7 +141,7 @@ def _difference(first: StateSummary, other: StateSummary, place: Place) -> tuple
     if first.what != other.what:
         return "has another", place
     if place and not (first.parts and other.parts):
-        same = bool(first.what) or not (first.spread or other.spread)
+        same = bool(first.what) or not (first.is_distributed or other.is_distributed)
         return None if same else ("has another", place)
     for key, value in other.parts.items():
         if key not in first.parts and (value.tensors or not place):
@@ -165,7 +169,7 @@ def _summarize(value: Any, heavy: tuple[type, ...], *, top: bool = True) -> Stat
     for key, item in items:
         part = _summarize(item, heavy, top=False)
         made.tensors |= part.tensors
-        if part.spread or isinstance(value, Mapping):  # a list may be long
+        if part.is_distributed or isinstance(value, Mapping):  # a list may be long
             made.parts[key] = part
     return made if made.tensors or top else _PLAIN_VALUE
 

@@ -1,4 +1,4 @@
-"""Saving in the full form: one file, which the first rank writes."""
+"""Saving in the full form: one file, written by the first rank."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from lightning_cp.comm.consensus import World
 from lightning_cp.errors import CheckpointError
 from lightning_cp.watchdog.phase import pieces
 
-# The full form: one file that plain ``torch.load(weights_only=True)`` reads, its manifest at the end.
+# The full form: a file for plain ``torch.load(weights_only=True)``, with its manifest at the end.
 #
-# ``torch.save`` writes a zip archive, and such an archive may end in a comment: that is where the manifest
-# is. It stays with the file wherever that is moved, and readers that do not know of it skip it.
+# ``torch.save`` writes a zip archive, which may end in a comment: the manifest is that comment. It stays with
+# the file when that is moved, and other readers skip it.
 
 
 MAGIC = b"lightning_cp manifest\n"
@@ -50,7 +50,7 @@ _END, _LONGEST = 22, 2**16 - 1
 
 
 def write_file(tree: dict[str, Any], staged: Path, about: SaveInfo) -> None:
-    """Write a new file and have it on the disk.
+    """Write a new file, and flush it to disk.
 
     Raises:
         OSError: it could not be written.
@@ -74,22 +74,22 @@ def write_file(tree: dict[str, Any], staged: Path, about: SaveInfo) -> None:
 
 
 class HashingFile:
-    """A file that is hashed as it is written, but for the two bytes that say how long the comment is."""
+    """A file that is hashed while it is written, without the two bytes that hold the comment's length."""
 
     def __init__(self, file: Any) -> None:
-        self._file, self._digest, self._kept = file, hashlib.sha256(), b""
+        self._file, self._digest, self._tail = file, hashlib.sha256(), b""
         self.count, self.error = 0, None
 
     def write(self, data: Any) -> int:
-        """Write all but the last two bytes so far."""
+        """Write all data so far except the last two bytes."""
         view = memoryview(data)
         if len(view) < 2:
-            view = memoryview(self._kept + bytes(view))
-            self._kept = b""
-        for ready in (memoryview(self._kept), view[:-2]):
+            view = memoryview(self._tail + bytes(view))
+            self._tail = b""
+        for ready in (memoryview(self._tail), view[:-2]):
             for piece in pieces(ready):
                 self._write(piece)
-        self._kept = bytes(view[-2:])
+        self._tail = bytes(view[-2:])
         return len(data)
 
     def _write(self, piece: memoryview) -> None:
@@ -102,11 +102,11 @@ class HashingFile:
         self.count += len(piece)
 
     def flush(self) -> None:
-        """Done at the end, with the disk's word."""
+        """Do nothing: ``write_file`` flushes at the end."""
 
     def end(self) -> str:
-        """The hash of what was written."""
-        assert self._kept == b"\0\0"
+        """Return the hash of the written bytes."""
+        assert self._tail == b"\0\0"
         return self._digest.hexdigest()
 
 
@@ -114,7 +114,7 @@ def manifest_of_file(path: Path) -> Manifest | None:
     """The manifest at a file's end; ``None`` if another program has written the file.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: the manifest is damaged.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -137,7 +137,7 @@ def manifest_of_file(path: Path) -> Manifest | None:
 
 
 def _check_no_comment(tail: bytes, name: str) -> None:
-    """``torch.save`` writes none: one that is not recognised is a damaged manifest."""
+    """Check for a comment that is not a manifest: ``torch.save`` writes none, so it is a damaged one."""
     end = tail.rfind(b"PK\5\6")
     if 0 <= end < len(tail) - _END:
         raise CheckpointError(
@@ -159,14 +159,15 @@ def verify_file(path: Path, manifest: Manifest) -> None:
 
 
 def load_file(path: Path, *, weights_only: bool = True) -> Any:
-    """The content of a file: tensors mapped from it, on the CPU, nothing but plain containers around them.
+    """The content of a file: tensors mapped from it, on the CPU, in plain containers.
 
     Args:
         path: the file.
-        weights_only: ``False``: a user trusts the file, so objects in it are made, which runs code of it.
+        weights_only: ``False`` if the user trusts the file: objects in it are unpickled, which runs their
+            code.
 
     Raises:
-        CheckpointError: it is no complete file of ``torch.save``, or would need code to be run.
+        CheckpointError: not a complete file of ``torch.save``, or its content would run code.
     """
     if not zipfile.is_zipfile(path):
         raise CheckpointError(
@@ -175,16 +176,16 @@ def load_file(path: Path, *, weights_only: bool = True) -> Any:
             "Nothing was loaded."
         )
     try:
-        torch.serialization.add_safe_globals(SAFE)  # not for this time only, see objects.py
+        torch.serialization.add_safe_globals(SAFE)  # permanent; see objects.py
         return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
     except OSError:
         raise
-    except Exception as error:  # zip, pickle and PyTorch each have their own
+    except Exception as error:  # zip, pickle and PyTorch each raise their own types
         raise CheckpointError(f"{path.name} {_why(error, weights_only)}") from None
 
 
 def _why(error: Exception, weights_only: bool) -> str:
-    """The kind of file of which PyTorch has raised an error, and what to do."""
+    """The reason for which PyTorch cannot read a file, and the remedy."""
     first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     if not weights_only and isinstance(error, (ImportError, AttributeError)):
         return (
@@ -204,15 +205,15 @@ def _why(error: Exception, weights_only: bool) -> str:
     )
 
 
-# A state that is spread over ranks, whole on the CPU of those that keep it: one tensor after the other.
+# Assembly of a distributed state on the CPU of the ranks that store it, one tensor after the other.
 
 
 def gather(tree: Any, *, keeps: bool) -> GatheredTensors:
-    """Assemble what is spread in a tree. Collective.
+    """Assemble the distributed tensors of a tree. Collective.
 
     Args:
-        tree: plain, spread tensors at the same places on every rank.
-        keeps: this rank wants them; the others take part.
+        tree: plain, with distributed tensors at the same places on every rank.
+        keeps: True on ranks that store them; the others only send.
     """
     found: dict[Place, DTensor] = {}
     map_leaves(tree, lambda at, x: found.update({at: x}) if isinstance(x, DTensor) else None)
@@ -223,10 +224,9 @@ def gather(tree: Any, *, keeps: bool) -> GatheredTensors:
 
 
 class GatheredTensors:
-    """A rank's share of tensors that all ranks assemble.
+    """A rank's whole tensors, assembled by all ranks.
 
-    All of them go on to the last one, also where one does not fit into the memory of its machine: the
-    error is kept until then.
+    All ranks finish all tensors, also if one does not fit into memory: the error is raised afterwards.
     """
 
     def __init__(self, *, keeps: bool) -> None:
@@ -234,7 +234,7 @@ class GatheredTensors:
         self._keeps, self._error = keeps, None
 
     def add(self, place: Place, tensor: torch.Tensor) -> None:
-        """Keep it, on the CPU."""
+        """Assemble a tensor and store it on the CPU."""
         if not self._keeps or self._error is not None:
             return
         try:
@@ -244,10 +244,10 @@ class GatheredTensors:
             self._error = error
 
     def whole(self, tree: Any) -> Any:
-        """The tree, its tensors whole and on the CPU.
+        """The tree with whole tensors on the CPU.
 
         Raises:
-            Exception: what kept one of those that were spread from being kept.
+            Exception: the error of storing one of the distributed tensors.
         """
         if self._error is not None:
             raise self._error
@@ -257,30 +257,30 @@ class GatheredTensors:
 
 
 def _compact(x: torch.Tensor) -> torch.Tensor:
-    """On the CPU, without the rest of a storage that it is a part of: that would be written too."""
+    """The tensor on the CPU without the rest of its storage, which would be written too."""
     x = x.detach().cpu()
     return x.clone() if x.untyped_storage().nbytes() > x.numel() * x.element_size() else x
 
 
 NOTES_KEY = "lightning_cp"
-"""The key of the top level under which notes are kept; plain Lightning does not look at it."""
+"""Key of the top level for notes; plain Lightning ignores it."""
 OBJECTS_KEY = "objects"
-"""Among the notes: keys whose values have a pickle beside their plain form."""
+"""Key in the notes: keys whose values have a pickle beside their plain form."""
 
 
 @dataclass
 class FullSave:
-    """One save, as one rank sees it: the first one has all of the state, the others nothing.
+    """One save on one rank: the first rank has all of the state, the others nothing.
 
     Args:
         target: the file.
         about: for the manifest.
         world: all ranks.
-        tree: plain, its tensors on the CPU; on the first rank.
-        objects: pickles of hyperparameters, by their keys.
-        live: storages of the state that was given, by their addresses.
-        staged: what was written so far.
-        elsewhere: writes and completes it instead, in another place than a file of this machine.
+        tree: plain, with tensors on the CPU; ``None`` except on the first rank.
+        objects: pickles of hyperparameters, by key.
+        live: addresses of storages of the state that is saved.
+        staged: the temporary file, once it exists.
+        elsewhere: writes and completes it in another place than a file of this machine.
     """
 
     target: Path
@@ -293,7 +293,7 @@ class FullSave:
     elsewhere: Callable[[dict[str, Any], SaveInfo], None] | None = None
 
     def copy(self) -> None:
-        """Take the values as they are now; what was gathered is ours already."""
+        """Copy the current values, except gathered ones, which are copies already."""
         copies: dict[tuple[Any, ...], torch.Tensor] = {}
 
         def copied(place: Place, x: torch.Tensor) -> torch.Tensor:
@@ -306,7 +306,7 @@ class FullSave:
             self.tree = map_leaves(self.tree, copied)
 
     def write(self) -> None:
-        """Write the file beside its place.
+        """Write the temporary file.
 
         Raises:
             OSError: it could not be written.
@@ -323,22 +323,22 @@ class FullSave:
         write_file(tree, self.staged, self.about)
 
     def commit(self, parts: object = None) -> None:
-        """Give it its name, on the first rank; one of that name is replaced in one step."""
+        """Rename the file to its name on the first rank; this replaces the former one atomically."""
         if self.staged is not None:
             put_in_place(self.staged, self.target)
 
-    def give_up(self) -> None:
-        """Remove what was written so far."""
+    def abort(self) -> None:
+        """Remove the temporary file."""
         if self.staged is not None:
             discard(self.staged)
 
-    def finish_alone(self, limit: float) -> None:
-        """Write and commit; nothing is sent."""
+    def finish_locally(self, limit: float) -> None:
+        """Write and commit without communication."""
         try:
             self.write()
             self.commit()
         except Exception:
-            self.give_up()
+            self.abort()
             raise
 
 
@@ -349,18 +349,18 @@ def plan_full(
     about: SaveInfo,
     objects: Mapping[str, bytes],
 ) -> FullSave:
-    """Bring the state together on the first rank's CPU, one tensor at a time. Collective.
+    """Gather the state on the first rank's CPU, one tensor at a time. Collective.
 
     Args:
-        tree: plain, spread tensors at the same places on every rank.
-        ours: what is noted beside it, plain.
+        tree: plain, with distributed tensors at the same places on every rank.
+        ours: plain notes beside the state.
         target: the file.
         about: for the manifest.
-        objects: pickles of hyperparameters, by their keys; on the first rank.
+        objects: pickles of hyperparameters, by key; on the first rank.
 
     Raises:
-        CheckpointError: on the other ranks: the first one cannot keep a tensor.
-        Exception: on the first rank: why it cannot.
+        CheckpointError: on the other ranks: the first one cannot store a tensor.
+        Exception: on the first rank: the reason.
     """
     world = World()
     gathered = gather(tree, keeps=world.rank == 0)

@@ -1,4 +1,4 @@
-"""The checkpoint of a folder that was completed last: nothing but the checkpoints themselves says so."""
+"""The most recently completed checkpoint of a folder, found from the checkpoints alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_cp.checkpoint.manifest import is_foreign
 from lightning_cp.checkpoint.store import is_store
 from lightning_cp.errors import CheckpointError
 
-_NAMED = "latest"
+_LEGACY_NAME = "latest"
 """A file of earlier releases, beside the checkpoints: it named the newest one."""
 _LONGEST = 4096
 
@@ -22,8 +22,8 @@ _LONGEST = 4096
 def latest_checkpoint(folder: str | PathLike[str]) -> Path | None:
     """The checkpoint of this package that was completed last in a folder; links do not count.
 
-    A ``latest`` file that an earlier release has written counts until a checkpoint is newer than that file.
-    What is found has not been verified; reading it does that.
+    A ``latest`` file of an earlier release counts until a checkpoint is newer than that file. The result has
+    not been verified; reading it does that.
 
     Raises:
         CheckpointError: the folder is in a store.
@@ -37,27 +37,27 @@ def latest_checkpoint(folder: str | PathLike[str]) -> Path | None:
     if not folder.is_dir():
         return None
     times = {path: saved_at(path) for path in _checkpoints(folder)}
-    named = _named(folder / _NAMED)
+    named = _legacy_latest(folder / _LEGACY_NAME)
     if named is not None:
-        times[named] = max(times.get(named, 0), (folder / _NAMED).stat().st_mtime_ns)
+        times[named] = max(times.get(named, 0), (folder / _LEGACY_NAME).stat().st_mtime_ns)
     return max(times, key=lambda path: (times[path], path == named), default=None)
 
 
 def saved_at(path: Path) -> int:
-    """When a checkpoint of either form was written, in nanoseconds: the time of its file or its manifest."""
+    """The time in nanoseconds of a checkpoint of either form: that of its file or its manifest."""
     manifest = path / MANIFEST
     return (manifest if manifest.is_file() else path).stat().st_mtime_ns
 
 
 def set_saved_at(path: Path, time: int) -> None:
-    """Have ``saved_at`` give this time."""
+    """Set the time that ``saved_at`` returns."""
     for each in (path, path / MANIFEST):
         if each.exists():
             os.utime(each, ns=(time, time))
 
 
 def _checkpoints(folder: Path) -> Iterator[Path]:
-    """Checkpoints that saves have completed there, also one that a killed save has set aside."""
+    """Completed checkpoints of a folder, including one that a killed save has renamed."""
     for path in folder.iterdir():
         if not path.name.startswith(".") and not path.is_symlink() and _is_ours(path):
             yield path
@@ -67,7 +67,7 @@ def _checkpoints(folder: Path) -> Iterator[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """True if a save has written it; it may be damaged all the same."""
+    """True if a save has written it; it may be damaged."""
     if path.is_dir():
         return not is_foreign(path)
     try:
@@ -76,8 +76,8 @@ def _is_ours(path: Path) -> bool:
         return True
 
 
-def _named(place: Path) -> Path | None:
-    """The checkpoint that a ``latest`` file names, if that is there."""
+def _legacy_latest(place: Path) -> Path | None:
+    """The checkpoint that a ``latest`` file names, if it exists."""
     try:
         with place.open("rb") as file:
             name = file.read(_LONGEST).decode().strip()

@@ -1,4 +1,4 @@
-"""The rest that a load leaves of a checkpoint: it is there, and is read when somebody looks at it."""
+"""The unloaded entries of a checkpoint, which are read on first use."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from lightning_cp.checkpoint.read import Checkpoint, map_stored
 from lightning_cp.errors import CheckpointError
 
 _UNREAD = object()
-"""Stands for a value that nobody has looked at yet."""
+"""Marks a value that was not read yet."""
 
 
-class Remainder(dict[Any, Any]):
-    """Some entries of a checkpoint's top level; what has tensors is read when it is first used, by this rank.
+class LazyEntries(dict[Any, Any]):
+    """Some entries of a checkpoint's top level; this rank reads those with tensors on first use.
 
-    So nobody holds a whole model or optimizer that nobody has asked for. It is a dictionary, as Fabric says
-    that a load gives one; what a dictionary does past ``__getitem__`` is done here again. Pickles, and what
-    the module ``copy`` makes, are plain dictionaries of values.
+    A whole model or optimizer that is not used need not fit into memory. It is a dictionary, as Fabric
+    documents for a load, so all methods of ``dict`` that bypass ``__getitem__`` are overridden. Pickles and
+    copies by the module ``copy`` are plain dictionaries of values.
     """
 
     _opened: Checkpoint | None = None
 
     @classmethod
     def of(cls, opened: Checkpoint, keys: Iterable[Any]) -> Self:
-        """The content of a checkpoint.
+        """Entries of an opened checkpoint.
 
         Args:
             opened: the checkpoint.
             keys: of its top level.
         """
         made = cls(dict.fromkeys(keys, _UNREAD))
-        made._opened = opened.alone()
+        made._opened = opened.for_this_rank()
         at_once = [key for key in made if not _has_tensors(opened.tree[key])]
         made.update(made._opened.read(keys=at_once))
         return made
@@ -43,8 +43,8 @@ class Remainder(dict[Any, Any]):
         """The value, with whole tensors.
 
         Raises:
-            KeyError: there is none.
-            CheckpointError: it cannot be read any more.
+            KeyError: unknown key.
+            CheckpointError: it can no longer be read.
         """
         value = super().__getitem__(key)
         if value is _UNREAD:
@@ -55,7 +55,7 @@ class Remainder(dict[Any, Any]):
         return value
 
     def __iter__(self) -> Iterator[Any]:
-        """As any dictionary's: where it is not defined anew, ``dict(rest)`` does not ask for values."""
+        """As in any dictionary; without this override ``dict(rest)`` would bypass ``__getitem__``."""
         return super().__iter__()
 
     def get(self, key: Any, default: Any = None) -> Any:
@@ -65,29 +65,29 @@ class Remainder(dict[Any, Any]):
         return self[key]
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """The value, which is ``default`` from now on if there is none."""
+        """The value; if there is none, ``default``, which is stored."""
         if key not in self:
             self[key] = default
         return self[key]
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """Take one."""
+        """Remove a key and return its value."""
         if key in self:
-            self[key]  # read
+            self[key]  # read it first
         return super().pop(key, *default)
 
     def popitem(self) -> tuple[Any, Any]:
-        """Take the last one."""
+        """Remove the last entry and return it."""
         for key in reversed(self):
             return key, self.pop(key)
         raise KeyError("there is nothing left")
 
     def items(self) -> Any:
-        """A view, each value of which is read when it is come to."""
+        """A view that reads each value when it is reached."""
         return ItemsView(self)
 
     def values(self) -> Any:
-        """A view, each value of which is read when it is come to."""
+        """A view that reads each value when it is reached."""
         return ValuesView(self)
 
     def __eq__(self, other: object) -> bool:
@@ -97,7 +97,7 @@ class Remainder(dict[Any, Any]):
         return dict(self) != other
 
     def copy(self) -> Self:
-        """Another one of the same entries, each of which reads for itself."""
+        """Another object with the same entries, which reads separately."""
         made = type(self)()
         made._opened = self._opened
         dict.update(made, dict.items(self))
@@ -118,7 +118,7 @@ class Remainder(dict[Any, Any]):
 
     def __repr__(self) -> str:
         where = f"{display_path(self._opened.path)}: " if self._opened is not None else ""
-        return f"Remainder({where}{', '.join(map(str, self))})"
+        return f"LazyEntries({where}{', '.join(map(str, self))})"
 
 
 def _has_tensors(tree: Any) -> bool:
@@ -128,7 +128,7 @@ def _has_tensors(tree: Any) -> bool:
 
 
 def _check_unchanged(opened: Checkpoint, key: Any) -> None:
-    """Refuse a folder that is another one now, or gone; a file is held since it was opened."""
+    """Check that a folder was not replaced or deleted; a file stays open since the start."""
     if opened.manifest is None or opened.manifest.form != "sharded":
         return
     is_there = os.path.lexists(opened.path)

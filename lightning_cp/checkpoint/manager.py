@@ -1,4 +1,6 @@
-"""One run's saves: one at a time in the background, and nothing is removed before what replaces it."""
+"""The saves of one run: one at a time in the background; nothing is removed before its replacement is
+complete.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ from lightning_cp.utils.containers import tensors_of
 
 _log = logging.getLogger("lightning_cp")
 LARGE_BYTES = 4 * 2**30
-"""Bytes of weights that, with what optimizers have of them, may take a minute to gather and to write."""
+"""Bytes of weights that, with optimizer states, may take a minute to gather and to write."""
 
 
 class CheckpointManager:
@@ -43,14 +45,14 @@ class CheckpointManager:
 
     Args:
         form: ``full`` or ``sharded``.
-        in_background: saves may go on while training does.
+        in_background: training continues during saves.
     """
 
     def __init__(self, form: str, *, in_background: bool) -> None:
         self._form, self._in_background = form, in_background
         self._running: BackgroundSave | None = None
-        self._later: list[Callable[[], bool]] = []
-        self._said: set[str] = set()
+        self._postponed: list[Callable[[], bool]] = []
+        self._warned: set[str] = set()
 
     def save(
         self,
@@ -70,20 +72,21 @@ class CheckpointManager:
             tree: the state.
             path: the checkpoint.
             about: for its manifest.
-            ours: noted beside the state.
-            may_lack: keys whose entries are left out if they cannot be written, which is said once.
-            may_differ: keys in which ranks may have others; the first one's are saved.
+            ours: notes beside the state.
+            may_lack: keys whose entries are left out, with one warning, if they cannot be written.
+            may_differ: keys in which ranks may differ; the first rank's values are saved.
             elsewhere: writes it on the first rank, in another place than a file of this machine.
-            wait: not in the background, whatever was set.
+            wait: do not save in the background.
 
         Raises:
-            CheckpointError: on every rank: it cannot be written, or the last one in the background was not.
+            CheckpointError: on every rank: it cannot be written, or the last save in the background
+                failed.
         """
         self.finish()
         if elsewhere is not None and self._form == "sharded":
             raise CheckpointError(f"cannot save {path}. {SHARDED_ADVICE}")
         target = local_path(path) if elsewhere is None else Path(path)
-        self._say_large(tree, display_path(target))
+        self._log_large(tree, display_path(target))
         planned, left_out = plan_save(
             tree,
             target,
@@ -94,22 +97,22 @@ class CheckpointManager:
             may_differ=may_differ,
             elsewhere=elsewhere,
         )
-        self._say_left_out(left_out)
+        self._warn_left_out(left_out)
         if self._in_background and not wait:
             self._running = BackgroundSave(planned)
         else:
             finish_save(planned)
 
-    def _say_large(self, tree: dict[str, Any], name: str) -> None:
-        """Say it once, before what may last for minutes."""
+    def _log_large(self, tree: dict[str, Any], name: str) -> None:
+        """Log it once before a save that may take minutes."""
         weights = tensors_of(tree.get("state_dict", tree))
         size = sum(x.numel() * x.element_size() for _, x in weights)
-        if size >= LARGE_BYTES and "large" not in self._said:
-            self._said.add("large")
+        if size >= LARGE_BYTES and "large" not in self._warned:
+            self._warned.add("large")
             rank_zero_info(f"saving {name}, weights of {size / 1e9:,.1f} GB: this may take minutes")
 
     def finish(self) -> None:
-        """Wait for the save in the background, and do what had to wait for it. Collective.
+        """Wait for the save in the background, then do the postponed actions. Collective.
 
         Raises:
             CheckpointError: on every rank: it failed on some.
@@ -117,19 +120,19 @@ class CheckpointManager:
         if self._in_background:
             running, self._running = self._running, None
             if running is not None:
-                self._require_done(running)
+                self._check_done(running)
                 # The others wait for what the first one does: they may look for a link, too.
-                self._together(running.target, self._do_later)
+                self._run_on_all(running.target, self._run_postponed)
                 return
-        self._do_later()
+        self._run_postponed()
 
-    def _together(self, target: Path, action: Callable[[], None]) -> None:
+    def _run_on_all(self, target: Path, action: Callable[[], None]) -> None:
         try:
             World().run_on_all(action, lambda said: save_error(target, said))
         except OSError as error:
             raise save_error(target, error_summary(error)) from error
 
-    def _require_done(self, running: BackgroundSave) -> None:
+    def _check_done(self, running: BackgroundSave) -> None:
         def done() -> None:
             running.wait()
             error = running.error
@@ -137,72 +140,74 @@ class CheckpointManager:
                 raise error
 
         try:
-            self._together(running.target, done)
+            self._run_on_all(running.target, done)
         except CheckpointError:
-            self._later.clear()  # what was to be replaced is still needed
+            self._postponed.clear()  # the checkpoint to be replaced is still needed
             raise
 
     def abandon(self, seconds: float = 60.0) -> None:
-        """Let the save in the background end, without asking the other ranks; that it failed was said."""
+        """Wait for the save in the background without the other ranks; its failure has been logged."""
         running, self._running = self._running, None
-        self._later.clear()
+        self._postponed.clear()
         if running is not None and not running.wait(seconds):
             _log.error(
                 "the save of %s did not end within %g s", display_path(running.target), seconds
             )
 
     def remove(self, path: str | Path, io: Any = None) -> None:
-        """Remove a checkpoint once nothing needs it any more; called on every rank, done by the first.
+        """Remove a checkpoint once it is no longer needed; called on every rank, done by the first.
 
-        One that cannot be removed is no reason to end a run: that is said, once.
+        A failure is no reason to end a run, so it is only logged, once.
 
         Args:
             path: of the checkpoint.
-            io: a plugin that has written it, if any has.
+            io: the plugin that has written it, if any.
         """
-        self._soon(lambda: self._remove(path, io))
+        self._schedule(lambda: self._remove(path, io))
 
     def link(self, to: str | Path, link: str | Path) -> None:
-        """Have a link point to a checkpoint once that is complete. Collective.
+        """Point a link to a checkpoint once that is complete. Collective.
 
         Raises:
             CheckpointError: on every rank: it cannot be made.
         """
         target, linked = local_path(to), local_path(link)
         if target != linked:
-            self._together(linked, lambda: self._soon(lambda: self._link(target, linked)))
+            self._run_on_all(linked, lambda: self._schedule(lambda: self._link(target, linked)))
 
-    def _soon(self, action: Callable[[], bool]) -> None:
+    def _schedule(self, action: Callable[[], bool]) -> None:
         if World().rank:
             return
-        self._later.append(action)
+        self._postponed.append(action)
         if self._running is None:
-            self._do_later()
+            self._run_postponed()
 
-    def _do_later(self) -> None:
+    def _run_postponed(self) -> None:
         before = None
-        while before != len(self._later):  # a removal may wait for a link that comes after it
-            before = len(self._later)
-            todo, self._later = self._later, []
+        while before != len(self._postponed):  # a removal may wait for a later link
+            before = len(self._postponed)
+            todo, self._postponed = self._postponed, []
             for at, action in enumerate(todo):
                 try:
                     done = action()
-                except BaseException:  # that one is not tried again
-                    self._later += todo[at + 1 :]
+                except BaseException:  # failed actions are not retried
+                    self._postponed += todo[at + 1 :]
                     raise
                 if not done:
-                    self._later.append(action)
+                    self._postponed.append(action)
 
     def _remove(self, path: str | Path, io: Any) -> bool:
         try:
-            return remove_anywhere(io, path) or self._removed(local_path(path))
-        except Exception as error:  # stores and plugins have their own
+            return remove_anywhere(io, path) or self._try_remove(local_path(path))
+        except Exception as error:  # any type: stores and plugins have their own
             name = path if is_store(path) else display_path(Path(path))
-            self.say_once(f"{name} cannot be removed: {error_summary(error)}. The run goes on.")
+            self.warn_once(f"{name} cannot be removed: {error_summary(error)}. The run goes on.")
             return True
 
-    def _removed(self, target: Path) -> bool:
-        """True if it is done with; a checkpoint that a link still names has to wait, a link has not."""
+    def _try_remove(self, target: Path) -> bool:
+        """Remove a checkpoint, and return False if it must wait because a link still names it; links are
+        removed at once.
+        """
         if target.is_symlink():
             remove(target)
             return True
@@ -211,7 +216,7 @@ class CheckpointManager:
         if any(x.is_symlink() and x.resolve() == target.resolve() for x in target.parent.iterdir()):
             return False
         if is_foreign(target):
-            self.say_once(
+            self.warn_once(
                 f"{display_path(target)} is not removed: it has no manifest.json of ours, so it is no "
                 "complete "
                 "checkpoint of lightning_cp."
@@ -225,18 +230,18 @@ class CheckpointManager:
         replace_link(link, target)
         return True
 
-    def _say_left_out(self, names: Sequence[str]) -> None:
+    def _warn_left_out(self, names: Sequence[str]) -> None:
         if names:
-            self.say_once(
+            self.warn_once(
                 f"{', '.join(names[:3])}{', ...' * (len(names) > 3)} cannot be saved and is left out of "
                 "checkpoints: they hold tensors, numbers, strings and plain containers. Nothing is lost "
                 "where the module is made by your own code; say save_hyperparameters(ignore=[...]) to agree."
             )
 
-    def say_once(self, text: str, about: str = "") -> None:
-        """Warn on the first rank, once about a thing; else once with these words."""
-        if (about or text) not in self._said:
-            self._said.add(about or text)
+    def warn_once(self, text: str, about: str = "") -> None:
+        """Warn on the first rank, once per subject or, without one, per text."""
+        if (about or text) not in self._warned:
+            self._warned.add(about or text)
             rank_zero_only(console.warn)(text)
 
 

@@ -1,4 +1,6 @@
-"""The parts of a checkpoint: sizes and hashes of its files, and of itself; any changed byte shows."""
+"""The manifest of a checkpoint: sizes and hashes of its files, and of itself, so that any changed byte is
+found.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ _CHUNK = 2**22
 
 @dataclass(frozen=True)
 class SaveInfo:
-    """Facts of what was saved, for people and for whoever loads it.
+    """Facts of a checkpoint, for people and for the loader.
 
     Args:
-        step: optimizer steps until then, if the saver knows.
+        step: number of optimizer steps, if known.
         mesh: axis -> size.
-        engine: how parameters were spread.
+        engine: name of the engine that distributed parameters.
     """
 
     step: int | None = None
@@ -48,8 +50,8 @@ class Manifest:
 
     Args:
         form: ``full`` or ``sharded``.
-        save: which save it was; every shard says it too.
-        about: what was saved.
+        save: id of the save; every shard repeats it.
+        about: facts of the checkpoint.
         files: name -> size and hash.
     """
 
@@ -59,7 +61,7 @@ class Manifest:
     files: Mapping[str, FileEntry]
 
     def render(self) -> str:
-        """JSON, with a hash of the rest of it."""
+        """JSON, with a hash of all other entries."""
         body = {
             "format": _FORMAT,
             "version": VERSION,
@@ -77,8 +79,8 @@ def parse_manifest(text: str, where: str) -> Manifest:
     """Read a manifest.
 
     Args:
-        text: what ``render`` gave.
-        where: its name, for messages.
+        text: the result of ``render``.
+        where: name of the file, for messages.
 
     Raises:
         CheckpointError: another format or version, or a changed byte.
@@ -114,7 +116,7 @@ def parse_manifest(text: str, where: str) -> Manifest:
 
 
 def is_ours(text: str) -> bool:
-    """True if a manifest was written by a save, of any version; it may be damaged all the same."""
+    """True if a manifest was written by a save, of any version; it may be damaged."""
     try:
         body = json.loads(text)
     except ValueError:
@@ -126,7 +128,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a sharded checkpoint.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: the manifest is missing or damaged.
     """
     path = folder / NAME
     if not path.is_file():
@@ -148,9 +150,9 @@ def verify(folder: Path, manifest: Manifest, names: Iterable[str] | None = None)
     """Compare files with the manifest, byte by byte.
 
     Args:
-        folder: where they are.
-        manifest: what they should be.
-        names: which of them; all by default.
+        folder: the folder of the files.
+        manifest: their sizes and hashes.
+        names: files to compare; all by default.
 
     Raises:
         CheckpointError: naming the first file that is missing or different.
@@ -175,7 +177,7 @@ def _verify_file(path: Path, shown: str, entry: FileEntry) -> None:
 
 
 def sha256_of(path: Path, end: int | None = None) -> str:
-    """sha256 of a file, or of its first ``end`` bytes."""
+    """The sha256 of a file, or of its first ``end`` bytes."""
     digest = hashlib.sha256()
     left = path.stat().st_size if end is None else end
     with path.open("rb") as file:
@@ -192,11 +194,11 @@ def _signed(body: dict[str, Any]) -> str:
     return json.dumps({**body, "sha256": digest}, indent=1, sort_keys=True)
 
 
-# Files and folders in the way of a checkpoint: a folder is replaced or removed only if it is one of ours.
+# Paths that block a checkpoint: a folder is replaced or removed only if it is a checkpoint of ours.
 
 
 def is_foreign(path: Path) -> bool:
-    """True if it is a folder, and no link to one, that was not written by a save: what is in it is needed."""
+    """True for a folder, not a link to one, that was not written by a save: its content is needed."""
     if path.is_symlink() or not path.is_dir():
         return False
     try:
@@ -206,10 +208,10 @@ def is_foreign(path: Path) -> bool:
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuse to put something in the place of a folder that holds something else; an empty one may go.
+    """Check that a path may be replaced: a folder with other content may not, an empty one may.
 
     Raises:
-        CheckpointError: it does, or its own folder is a file; nothing was changed.
+        CheckpointError: it may not, or its parent is a file; nothing was changed.
     """
     file = next((x for x in path.parents if x.exists() and not x.is_dir()), None)
     if file is not None:

@@ -1,9 +1,10 @@
-"""Hyperparameters that are objects: kept beside their plain form, and read only on an explicit word.
+"""Hyperparameters that are objects: stored beside their plain form, and read only with
+``weights_only=False``.
 
-In the one file of a full checkpoint such hyperparameters are a call, ``whole(plain, pickled)``, by this
-module's name. ``torch.load(weights_only=False)`` makes that call, and gives what a file of plain Lightning
-would. For ``weights_only=True`` the name is on PyTorch's list of safe ones, and stands there for
-``plain_only``: no pickle is opened. Where this package is not installed, the file is refused.
+In the file of a full checkpoint such hyperparameters are a call, ``whole(plain, pickled)``, by this module's
+name. ``torch.load(weights_only=False)`` makes that call, and returns what a file of plain Lightning would.
+For ``weights_only=True`` the name is on PyTorch's list of safe ones, and refers to ``plain_only``: no pickle
+is opened. Where this package is not installed, the file is refused.
 """
 
 from __future__ import annotations
@@ -18,21 +19,23 @@ from lightning_cp.checkpoint.tree import is_plain
 
 
 def whole(plain: Any, pickled: bytes) -> Any:
-    """The objects; called where a user has said ``weights_only=False``."""
+    """Unpickle the objects; called only with ``weights_only=False``."""
     return torch.load(io.BytesIO(pickled), map_location="cpu", weights_only=False)
 
 
 def plain_only(plain: Any, pickled: bytes) -> Any:
-    """The object as far as it is known without running code; called in place of ``whole`` everywhere else."""
+    """The plain form, which runs no code; called in place of ``whole`` otherwise."""
     return plain
 
 
 SAFE: list[Any] = [(plain_only, f"{whole.__module__}.{whole.__qualname__}")]
-"""For ``torch.serialization.add_safe_globals``: what ``weights_only=True`` makes of the name ``whole``."""
+"""For ``torch.serialization.add_safe_globals``: the function for the name ``whole`` with
+``weights_only=True``.
+"""
 
 
 class WithObjects:
-    """A value of a tree as it is written; no dataclass, as Lightning takes those apart."""
+    """A value of a tree in its written form; not a dataclass, as Lightning takes those apart."""
 
     def __init__(self, plain: Any, pickled: bytes) -> None:
         self.plain, self.pickled = plain, pickled
@@ -47,11 +50,11 @@ def pickled_objects(
     """Pickles of a tree's entries that are more than plain containers.
 
     Args:
-        tree: what is to be saved.
-        keys: of its top level, which entries may have a pickle.
+        tree: the state.
+        keys: of the top level, entries that may have a pickle.
 
     Returns:
-        The pickles by key, and names of what cannot be pickled either.
+        The pickles by key, and names of entries that cannot be pickled.
     """
     made: dict[str, bytes] = {}
     left_out: list[str] = []
@@ -72,7 +75,7 @@ def pickled_objects(
 
 
 def _pickled(value: Any) -> bytes | None:
-    """As ``torch.save`` writes it; ``None`` if it cannot be written, for any reason of the object's own."""
+    """The value as ``torch.save`` pickles it; ``None`` if that fails for any reason."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)

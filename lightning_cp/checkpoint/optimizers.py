@@ -1,4 +1,4 @@
-"""Optimizers' state: which parameter each entry belongs to, and whether it fits, before it is loaded."""
+"""Optimizer states: matching of entries to parameters, and checks before loading."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_cp.checkpoint.tensors import StoredTensor, as_stored, empty_like, read_into
 from lightning_cp.errors import CheckpointError
 
-# The kind of optimizer that a state is of: another would fail at its next step, or train otherwise.
+# Check of the optimizer's kind: another kind would fail at its next step, or train differently.
 
 
 _OF_SCHEDULERS = frozenset(
@@ -23,9 +23,9 @@ _NO_OPTIONS = frozenset(("params", "param_names")) | _OF_SCHEDULERS
 
 
 def kinds_of(optimizer: Optimizer) -> list[str]:
-    """PyTorch's own class that it is or is made from, by any name: ``AdamW`` is an ``Adam`` as well.
+    """Names of PyTorch's optimizer classes that it is or inherits from: ``AdamW`` is an ``Adam`` as well.
 
-    None for others: two of those may do the same under two names.
+    Empty for other optimizers: two of those may do the same under two names.
     """
     return [x.__name__ for x in type(optimizer).__mro__ if x is not Optimizer and _is_torchs(x)]
 
@@ -37,23 +37,23 @@ def _is_torchs(kind: type) -> bool:
 def check_kind(
     groups: Sequence[Mapping[str, Any]], optimizer: Optimizer, kinds: Sequence[str]
 ) -> None:
-    """Refuse the state of another kind of optimizer.
+    """Check that a state is of the same kind of optimizer.
 
-    Options that only one of the two has are fine, as new versions of PyTorch add some.
+    Options that only one of the two has are accepted, as new versions of PyTorch add some.
 
     Args:
-        groups: that were saved.
-        optimizer: into which the state is to go.
-        kinds: what it was, as ``kinds_of`` says it; empty if nobody knows.
+        groups: the saved parameter groups.
+        optimizer: the optimizer to load into.
+        kinds: ``kinds_of`` the saved one; empty if unknown.
 
     Raises:
-        CheckpointError: saying what it was, or which options it had.
+        CheckpointError: naming its kind, or its options.
     """
     for saved, own in zip(groups, optimizer.param_groups, strict=True):
         strange = sorted(saved.keys() - own.keys() - _OF_SCHEDULERS)
         missing = sorted(own.keys() - saved.keys() - _OF_SCHEDULERS)
         if strange and missing:
-            raise _another(
+            raise _kind_error(
                 f"with {', '.join(strange[:3])}, without {', '.join(missing[:3])}, which "
                 f"{type(optimizer).__name__} has"
             )
@@ -61,10 +61,10 @@ def check_kind(
     if own_kinds and not kinds:
         kinds = _kinds_with_options(groups, own_kinds[0])
     if own_kinds and kinds and not set(kinds) & set(own_kinds):
-        raise _another(f"of {kinds[0]}, and this one is {own_kinds[0]}")
+        raise _kind_error(f"of {kinds[0]}, and this one is {own_kinds[0]}")
 
 
-def _another(how: str) -> CheckpointError:
+def _kind_error(how: str) -> CheckpointError:
     return CheckpointError(
         f"the checkpoint has the state of another kind of optimizer: {how}. The optimizer was left as it "
         "is. Use the one that was saved, or load the weights alone."
@@ -72,7 +72,7 @@ def _another(how: str) -> CheckpointError:
 
 
 def _kinds_with_options(groups: Sequence[Mapping[str, Any]], likely: str) -> list[str]:
-    """Of PyTorch's, those with just these options, ``likely`` among them or not; often none or one."""
+    """PyTorch's optimizers with exactly these options, ``likely`` first; often none or one."""
     found = [
         kind.__name__
         for kind in vars(torch.optim).values()
@@ -83,24 +83,24 @@ def _kinds_with_options(groups: Sequence[Mapping[str, Any]], likely: str) -> lis
 
 
 def _options_of(kind: Any) -> set[str]:
-    """Names that a group of its parameters has."""
+    """Names of the options of its parameter groups."""
     made: Optimizer = kind([torch.nn.Parameter(torch.zeros(1, 1))])
     return made.param_groups[0].keys() - _NO_OPTIONS
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """In the order in which a state dict numbers them."""
+    """The parameters in the order in which a state dict numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def names_of(optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> list[str]:
-    """The parameters' names, in the order in which a state dict numbers them; ``""`` for strangers."""
+    """The parameters' names, in the order in which a state dict numbers them; ``""`` for unknown ones."""
     by_id = {id(parameter): name for name, parameter in named.items()}
     return [by_id.get(id(parameter), "") for parameter in parameters_of(optimizer)]
 
 
 def named_parameters(modules: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
-    """Parameters by name, with the module's key before it if there are several modules."""
+    """Parameters by name, with the module's key as prefix if there are several modules."""
     prefix = (lambda key: f"{key}.") if len(modules) > 1 else (lambda key: "")
     return {
         prefix(key) + name: parameter
@@ -112,13 +112,13 @@ def named_parameters(modules: Mapping[str, nn.Module]) -> dict[str, torch.Tensor
 def names_as_saved(
     saved: Sequence[str], optimizer: Optimizer, modules: Mapping[str, nn.Module]
 ) -> list[str]:
-    """The names of an optimizer's parameters, with or without their module's key, as those saved have it.
+    """The names of an optimizer's parameters, with or without their module's key, in the form of ``saved``.
 
-    It may have been saved with several modules and be loaded with one of them, or the other way.
+    It may have been saved with several modules and be loaded with one of them, or the reverse.
 
     Args:
-        saved: the names that the saved state's numbers stood for.
-        optimizer: into which it is to go.
+        saved: names of the saved state's parameters, by number.
+        optimizer: the optimizer to load into.
         modules: key -> module.
     """
     own = names_of(optimizer, named_parameters(modules))
@@ -139,18 +139,18 @@ def fit_state(
     own: Sequence[str],
     kinds: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """A state dict as this optimizer loads it; nothing is loaded yet.
+    """The state dict in the form that this optimizer loads, without loading it.
 
     Args:
         state: of a checkpoint.
-        optimizer: into which it is to go.
-        saved: the names that its numbers stood for; empty if nobody knows.
-        own: the names of this optimizer's parameters, in its order.
-        kinds: what the saved one was, as ``kinds_of`` says it; empty if nobody knows.
+        optimizer: the optimizer to load into.
+        saved: names of the saved state's parameters, by number; empty if unknown.
+        own: names of this optimizer's parameters, by number.
+        kinds: ``kinds_of`` the saved one; empty if unknown.
 
     Raises:
-        CheckpointError: it is none, or of other parameters, groups, shapes or another kind of optimizer;
-            names the first.
+        CheckpointError: not an optimizer's state, or one with other parameters, groups, shapes or of
+            another kind; names the first difference.
     """
     _check_state(state)
     order = _order(saved, own)
@@ -179,7 +179,7 @@ def fit_state(
 
 
 def _check_state(state: object) -> None:
-    """Refuse what no optimizer's ``state_dict`` gives."""
+    """Check that a state has the form of an optimizer's ``state_dict``."""
     groups = state.get("param_groups") if isinstance(state, Mapping) else None
     known = isinstance(groups, list) and all(isinstance(x, Mapping) for x in groups)
     if not known or not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
@@ -190,7 +190,7 @@ def _check_state(state: object) -> None:
 
 
 def _order(saved: Sequence[str], own: Sequence[str]) -> list[int]:
-    """The number that each of this optimizer's parameters had."""
+    """The saved number of each of this optimizer's parameters."""
     known = bool(saved) and all(saved) and all(own)
     if not known:
         return list(range(len(own)))
@@ -205,16 +205,19 @@ def _order(saved: Sequence[str], own: Sequence[str]) -> list[int]:
 
 
 _FACTORED = ("row_var", "col_var")
-"""Of PyTorch's optimizers, what Adafactor keeps of a matrix; all else has the parameter's shape."""
+"""Keys of Adafactor's state for a matrix; all other state of PyTorch's optimizers has the parameter's
+shape.
+"""
 
 
 def _check_shapes(
     entry: Mapping[str, Any], parameter: torch.Tensor, name: str, optimizer: Optimizer
 ) -> None:
-    """Refuse what is to have the parameter's shape and has not.
+    """Check that state tensors which must have the parameter's shape do.
 
-    That is known of PyTorch's optimizers, of what this one has kept of that shape before, and of spread
-    parameters, as nothing else is spread. Others may keep what they like: a row and a column, a projection.
+    This is known for PyTorch's optimizers, for keys that this optimizer has used with that shape, and for
+    distributed parameters, as nothing else is distributed. Other state may have any shape: a row and a
+    column, or a projection.
     """
     own = optimizer.state.get(parameter, {})
     torchs = f"{type(optimizer).__module__}.".startswith("torch.optim.")

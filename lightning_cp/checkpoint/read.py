@@ -1,4 +1,4 @@
-"""Opening a checkpoint of either form: it is verified first, and tensors are read when they are wanted."""
+"""Opening of a checkpoint of either form: it is verified first; tensors are read on demand."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Checkpoint:
     """An opened checkpoint.
 
     Args:
-        path: where it is.
+        path: of the checkpoint.
         manifest: ``None`` if another program wrote the file, so that nothing could be verified.
-        tree: what was saved, with ``StoredTensor`` for tensors.
-        ours: what the saver noted beside it.
+        tree: the saved state, with ``StoredTensor`` for tensors.
+        ours: the saver's notes.
         world: the ranks that have opened it together, and read it together.
     """
 
@@ -58,9 +58,9 @@ class Checkpoint:
         """The tree with tensors.
 
         Args:
-            template: gives, for a place such as ``("state_dict", "head.weight")``, the tensor that the one
-                there is to be spread like.
-            keys: of the top level, what is wanted of it; all by default.
+            template: returns, for a place such as ``("state_dict", "head.weight")``, a tensor with the
+                wanted distribution.
+            keys: of the top level, the entries to read; all by default.
 
         Returns:
             New tensors: ``DTensor`` where the template is one of that shape, whole ones on the CPU elsewhere.
@@ -69,10 +69,10 @@ class Checkpoint:
             CheckpointError: on every rank: it cannot be read on some.
         """
         wanted = self.tree if keys is None else {k: x for k, x in self.tree.items() if k in keys}
-        return _together(self.path, self.world, lambda: self._read(wanted, template))
+        return _run_on_all(self.path, self.world, lambda: self._read(wanted, template))
 
-    def alone(self) -> Checkpoint:
-        """The same for this rank to read by itself."""
+    def for_this_rank(self) -> Checkpoint:
+        """The same checkpoint, to be read by this rank alone."""
         return replace(self, world=single_rank_world())
 
     def _read(self, tree: Any, template: Template) -> Any:
@@ -96,22 +96,24 @@ class Checkpoint:
 def open_checkpoint(
     path: Path, world: World | None = None, *, weights_only: bool = True
 ) -> Checkpoint:
-    """Verify a checkpoint and read all of it but the tensors' values.
+    """Verify a checkpoint and read all of it except the tensors' values.
 
     Args:
         path: a file or a folder.
-        world: the ranks that open it together, who share the work of hashing; this process alone by default.
-        weights_only: ``False``: a user trusts the file, so objects in it are made, which runs code of it.
+        world: the ranks that open it together and share the work of hashing; this process alone by
+            default.
+        weights_only: ``False`` if the user trusts the file: objects in it are unpickled, which runs their
+            code.
 
     Raises:
-        MissingCheckpointError: a FileNotFoundError too: it is not there.
-        CheckpointError: on every rank: it is incomplete, damaged or no checkpoint; names the file.
+        MissingCheckpointError: (also a FileNotFoundError) the path does not exist.
+        CheckpointError: on every rank: it is incomplete, damaged or not a checkpoint; names the file.
     """
     named, world = Path(path), world or single_rank_world()
     machines = _machines(named, world)
     near = [rank for rank, machine in enumerate(machines) if machine == machines[world.rank]]
     share = slice(near.index(world.rank), None, len(near))
-    place, manifest = _together(named, world, lambda: _verified(locate(named), share))
+    place, manifest = _run_on_all(named, world, lambda: _verified(locate(named), share))
     manifests = world.gather(manifest.render() if manifest else "")
     if len(set(manifests)) > 1:
         odd = first_different_path(world, named)
@@ -120,11 +122,11 @@ def open_checkpoint(
             f"ranks see different checkpoints at {where}. Give all of them the same path, of a file system "
             "that all share, and load it when no other run saves there."
         )
-    return _together(place, world, lambda: _opened(place, manifest, world, weights_only))
+    return _run_on_all(place, world, lambda: _opened(place, manifest, world, weights_only))
 
 
 def _machines(path: Path, world: World) -> list[str]:
-    """Where each rank is, if all of them have come to open a checkpoint."""
+    """The machine of each rank, once all of them have come to open a checkpoint."""
     every: list[Any] = world.gather((_OPENING, machine_id()))
     for rank, said in enumerate(every):
         if not (isinstance(said, tuple) and len(said) == 2 and said[0] == _OPENING):
@@ -136,12 +138,11 @@ def _machines(path: Path, world: World) -> list[str]:
     return [machine for _, machine in every]
 
 
-def _together(path: Path, world: World, action: Callable[[], T]) -> T:
+def _run_on_all(path: Path, world: World, action: Callable[[], T]) -> T:
     """The result of this rank's ``action``, once that of every rank went well."""
-    mine: list[T] = []
     try:
-        world.run_on_all(
-            lambda: mine.append(action()),
+        return world.run_on_all(
+            action,
             lambda said: CheckpointError(
                 f"{display_path(path)} was refused by another rank ({said.rstrip('.')})."
             ),
@@ -150,7 +151,6 @@ def _together(path: Path, world: World, action: Callable[[], T]) -> T:
         raise
     except OSError as error:
         raise _unreadable(path, error) from None
-    return mine[0]
 
 
 def _opened(path: Path, manifest: Manifest | None, world: World, weights_only: bool) -> Checkpoint:
@@ -166,7 +166,9 @@ def single_rank_world() -> World:
 
 
 def _verified(path: Path, share: slice) -> tuple[Path, Manifest | None]:
-    """``share``: which files this rank hashes; those of a machine hash all, as others may have a copy."""
+    """Verify a checkpoint; this rank hashes the files of ``share``, with all ranks of its machine hashing
+    all.
+    """
     _check_exists(path)
     if path.is_dir():
         return path, _verified_folder(path, share)
@@ -178,7 +180,7 @@ def _verified(path: Path, share: slice) -> tuple[Path, Manifest | None]:
 
 def _check_exists(path: Path) -> None:
     if not path.exists():
-        near = _beside(path)
+        near = _names_nearby(path)
         more = f" and {len(near) - 5} more" if len(near) > 5 else ""
         there = f" That folder has: {', '.join(near[:5])}{more}." if near else ""
         if path.is_symlink():
@@ -186,14 +188,14 @@ def _check_exists(path: Path) -> None:
         raise MissingCheckpointError(f"Checkpoint file not found: {display_path(path)}.{there}")
 
 
-def _beside(path: Path) -> list[str]:
+def _names_nearby(path: Path) -> list[str]:
     """Names in its folder that may be checkpoints, the newest first."""
     try:
         files = [x for x in path.parent.iterdir() if not x.name.startswith(".")]
         kinds = {path.suffix, ".ckpt"} - {""}
         known = [x for x in files if x.suffix in kinds or (x / MANIFEST).is_file()]
         return [x.name for x in sorted(known, key=lambda x: x.stat().st_mtime, reverse=True)]
-    except OSError:  # no such folder, or none to be read
+    except OSError:  # missing or unreadable folder
         return []
 
 
@@ -211,7 +213,7 @@ def _verified_folder(path: Path, share: slice) -> Manifest:
 def _raise_if_other_save(
     path: Path, manifest: Manifest, names: list[str], error: CheckpointError
 ) -> None:
-    """A shard that another save has left is worth naming as that."""
+    """Raise another error if a shard belongs to another save."""
     for name in names:
         said = header_strings(path / name) if name.startswith("shard-") else {}
         if said.get("save") not in (None, manifest.save):
@@ -222,7 +224,7 @@ def _raise_if_other_save(
 
 
 def checkpoint_from_tree(path: Path, tree: Any, *, weights_only: bool = True) -> Checkpoint:
-    """A checkpoint that a plugin has read already, so that nothing is known of a file's bytes."""
+    """A checkpoint that a plugin has read already, so that its files cannot be verified."""
     return Checkpoint(path, None, *_split_notes(tree, weights_only), single_rank_world())
 
 
@@ -234,7 +236,7 @@ def _split_notes(tree: Any, weights_only: bool) -> tuple[Any, dict[str, Any]]:
     """A saved tree, and the saver's notes beside it."""
     ours = tree.pop(NOTES_KEY, {}) if isinstance(tree, dict) else {}
     ours = ours if isinstance(ours, dict) else {}
-    if not weights_only:  # objects are what the notes would make of their plain form
+    if not weights_only:  # the notes would restore objects from their plain form
         made = ours.get(OBJECTS_KEY, [])
         ours["notes"] = [note for note in ours.get("notes", []) if note[0][0] not in made]
     return _stored(tree), ours

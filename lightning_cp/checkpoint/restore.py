@@ -1,4 +1,4 @@
-"""Reading a checkpoint into what a run has, once everything in it is known to fit."""
+"""Loading of a checkpoint into a run, after a check that everything fits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_cp.checkpoint.tensors import StoredTensor, as_stored, empty_like,
 from lightning_cp.checkpoint.tree import Place
 from lightning_cp.errors import CheckpointError
 
-# A comparison of a checkpoint and a run: names, shapes and dtypes, before anything is loaded.
+# Comparison of a checkpoint with a run: names, shapes and dtypes, before anything is loaded.
 
 
 def check_same_tensors(
@@ -25,12 +25,12 @@ def check_same_tensors(
     what: str,
     strict: bool = True,
 ) -> None:
-    """Refuse tensors that do not fit, naming the first.
+    """Check that tensors fit; the error names the first that does not.
 
     Args:
-        got: the checkpoint's, by name; ``StoredTensor`` ones will do.
+        got: the checkpoint's, by name; may be ``StoredTensor``.
         want: the run's.
-        what: whose they are, for the message.
+        what: their owner, for the message.
         strict: names must be the same too.
 
     Raises:
@@ -75,11 +75,11 @@ def _short(dtype: torch.dtype) -> str:
 def templates_for(
     modules: Mapping[str, nn.Module], optimizers: Mapping[Place, tuple[Optimizer, Sequence[str]]]
 ) -> Template:
-    """Templates for the spreading of a checkpoint's tensors.
+    """Templates for the distribution of a checkpoint's tensors.
 
     Args:
-        modules: the key of each one's state -> module.
-        optimizers: the place of each one's state -> optimizer, and names of the parameters that it numbered.
+        modules: key of each state -> module.
+        optimizers: place of each state -> optimizer, and names of its parameters by number.
     """
     known: dict[Place, torch.Tensor] = {
         (key, name): x for key, module in modules.items() for name, x in module.state_dict().items()
@@ -111,17 +111,17 @@ def load_module(
     dtype: torch.dtype | None = None,
     check_only: bool = False,
 ) -> None:
-    """Load a module's state once all of it fits, whole or spread, into whole or spread parameters.
+    """Check that a module's state fits, then load it; both may be whole or distributed.
 
     Args:
-        module: which may hold ``DTensor``.
+        module: may hold ``DTensor``.
         state: by name; not changed.
         strict: names must be the same.
-        dtype: that the module's floating-point parameters are going to have.
+        dtype: the later dtype of the module's floating-point parameters.
         check_only: load nothing.
 
     Raises:
-        CheckpointError: a name, shape or dtype differs; the module is as it was.
+        CheckpointError: a name, shape or dtype differs; the module is unchanged.
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(
@@ -152,5 +152,5 @@ def _as_if(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def names_by_optimizer(names: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """Of Lightning's list of optimizers, by their dotted names."""
+    """Lightning's list of optimizers by the dotted names of their states."""
     return {f"optimizer_states.{at}": list(each) for at, each in enumerate(names)}

@@ -1,4 +1,4 @@
-"""Saving a state, at once or in the background; every rank learns whether it worked."""
+"""Saving of a state, at once or in the background; every rank learns of an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
-from lightning_cp.checkpoint.atomic import GivenUpError, save_error, sweep
+from lightning_cp.checkpoint.atomic import AbortedSaveError, save_error, sweep
 from lightning_cp.checkpoint.consistency import check_same_states
 from lightning_cp.checkpoint.full import NOTES_KEY, FullSave, plan_full
 from lightning_cp.checkpoint.manifest import SaveInfo, check_replaceable
@@ -23,34 +23,34 @@ from lightning_cp.checkpoint.tree import make_plain
 from lightning_cp.comm.consensus import World, error_summary
 from lightning_cp.errors import CheckpointError
 
-# The end of a program whose save in the background has failed unasked: with status 120.
+# Exit of a program whose save in the background failed, if the error was never retrieved: status 120.
 #
-# Python has the status by the time that it calls anything at the end. What still changes it is an output
-# that cannot be flushed, as the documentation of ``sys.exit`` has it; all else of the end is done before.
+# Python fixes the exit status before it calls any exit handler. Only an output that cannot be flushed still
+# changes it, as documented for ``sys.exit``; everything else of the exit is done before.
 
 
 class UnretrievedError:
-    """An error that ends the program with status 120 once it is there, until somebody asks for it."""
+    """An error that ends the program with status 120 unless it is retrieved."""
 
     def __init__(self) -> None:
         self._error: Exception | None = None
 
-    def have(self, error: Exception) -> None:
-        """There is one."""
+    def store(self, error: Exception) -> None:
+        """Store the error."""
         self._error = error
-        atexit.register(self._end_badly)
+        atexit.register(self._fail_exit)
 
-    def ask(self) -> Exception | None:
-        """The error; whoever asks sees to it."""
-        atexit.unregister(self._end_badly)
+    def retrieve(self) -> Exception | None:
+        """Retrieve the error; the caller handles it."""
+        atexit.unregister(self._fail_exit)
         return self._error
 
-    def _end_badly(self) -> None:
+    def _fail_exit(self) -> None:
         assert self._error is not None
         if not _is_open(sys.stdout):
             sys.stdout = io.StringIO()
         raised: list[Exception] = []
-        for stream in (sys.stdout, sys.__stdout__):  # who has replaced one may undo that
+        for stream in (sys.stdout, sys.__stdout__):  # code that replaced a stream may restore it
             if _is_open(stream):
                 stream.flush = functools.partial(_flush, stream.flush, self._error, raised)
 
@@ -60,7 +60,7 @@ def _is_open(stream: Any) -> TypeGuard[Any]:
 
 
 def _flush(own: Callable[[], object], error: Exception, raised: list[Exception]) -> None:
-    """Fail where Python itself flushes last, which shows the error; others at the end may flush.
+    """Fail where Python itself flushes last, which shows the error; other exit handlers may flush.
 
     Raises:
         Exception: the error, once.
@@ -74,11 +74,11 @@ def _flush(own: Callable[[], object], error: Exception, raised: list[Exception])
 FORMS = {"full": plan_full, "sharded": plan_sharded}
 _log = logging.getLogger("lightning_cp")
 WAIT_LIMIT = 1800.0
-"""Seconds that the first rank waits in the background for the others' parts."""
+"""Limit in seconds for which the first rank waits in the background for the others' parts."""
 
 
 class Save(Protocol):
-    """One save, as one rank sees it."""
+    """One save on one rank."""
 
     @property
     def target(self) -> Path:
@@ -91,7 +91,7 @@ class Save(Protocol):
         ...
 
     def copy(self) -> None:
-        """Take the values as they are now."""
+        """Copy the current values."""
 
     def write(self) -> Any:
         """Write this rank's part."""
@@ -99,11 +99,11 @@ class Save(Protocol):
     def commit(self, parts: list[Any]) -> None:
         """Complete the checkpoint."""
 
-    def give_up(self) -> None:
-        """Remove what was written so far."""
+    def abort(self) -> None:
+        """Remove what was written."""
 
-    def finish_alone(self, limit: float) -> None:
-        """All of it without communication."""
+    def finish_locally(self, limit: float) -> None:
+        """Write and commit without communication."""
 
 
 def plan_save(
@@ -117,21 +117,22 @@ def plan_save(
     may_differ: Collection[str] = (),
     elsewhere: Callable[[dict[str, Any], SaveInfo], None] | None = None,
 ) -> tuple[Save, list[str]]:
-    """Begin a save: what is sent between ranks is sent here. Collective.
+    """Plan a save, including all of its communication except that of ``finish_save``. Collective.
 
     Args:
-        tree: the state; what differs between ranks is the first rank's, but for ``DTensor``.
+        tree: the state; the first rank's values are saved, and all ranks' parts of ``DTensor``.
         target: the checkpoint.
         form: ``full`` or ``sharded``.
         about: for the manifest.
-        ours: noted beside the state; plain.
-        may_lack: keys of the top level whose entries are left out if they cannot be written; in the full form
-            what is no plain container has a pickle beside its plain form.
-        may_differ: keys of the top level below which only what is spread is compared.
-        elsewhere: writes a full checkpoint on the first rank, in another place than a file of this machine.
+        ours: plain notes beside the state.
+        may_lack: keys of the top level whose entries are left out if they cannot be written; in the full
+            form, entries that are not plain containers have a pickle beside their plain form.
+        may_differ: keys of the top level below which only distributed tensors are compared.
+        elsewhere: writes a full checkpoint on the first rank, in another place than a file of this
+            machine.
 
     Returns:
-        The save, and names of what was left out.
+        The save, and names of entries that were left out.
 
     Raises:
         CheckpointError: on every rank: something cannot be written, or ranks have different states.
@@ -147,15 +148,13 @@ def plan_save(
             sweep(target.parent)
         return made
 
-    mine: list[Any] = []
     try:
-        world.run_on_all(lambda: mine.append(begin()), lambda said: save_error(target, said))
+        made = world.run_on_all(begin, lambda said: save_error(target, said))
     except OSError as error:
         raise save_error(target, error_summary(error)) from error
-    made = mine[0]
     check_same_states(world, target, lambda: made.tree, may_differ=may_differ)
     notes = {**(ours or {}), "notes": made.notes}
-    objects, left_out = dict[str, bytes](), made.left_out
+    objects, left_out = dict[str, bytes](), made.unwritable
     if form == "full" and world.rank == 0:
         objects, left_out = pickled_objects(tree, may_lack)
     try:
@@ -182,23 +181,23 @@ def finish_save(save: Save) -> None:
     """Write and complete a save. Collective.
 
     Raises:
-        CheckpointError: on every rank: it could not be written; what was there before still is.
+        CheckpointError: on every rank: it could not be written; the former checkpoint is unchanged.
     """
-    with _give_up_on_error(save):
+    with _abort_on_error(save):
         failure = _error_elsewhere(save)
-        parts = save.world.run_on_all(save.write, failure)
+        parts = save.world.gather_results(save.write, failure)
         save.world.run_on_all(lambda: save.commit(parts) if save.world.rank == 0 else None, failure)
 
 
 @contextmanager
-def _give_up_on_error(save: Save) -> Iterator[None]:
+def _abort_on_error(save: Save) -> Iterator[None]:
     try:
         yield
     except (CheckpointError, KeyboardInterrupt):
-        save.give_up()
+        save.abort()
         raise
     except Exception as error:
-        save.give_up()
+        save.abort()
         raise save_error(save.target, error_summary(error)) from error
 
 
@@ -207,52 +206,52 @@ def _error_elsewhere(save: Save) -> Any:
 
 
 def save_checkpoint(tree: dict[str, Any], target: str | Path, **options: Any) -> list[str]:
-    """Save a state: ``plan_save`` and ``finish_save``, with the options of ``plan_save``."""
+    """Save a state with ``plan_save`` and its options, then ``finish_save``."""
     planned, left_out = plan_save(tree, Path(target), **options)
     finish_save(planned)
     return left_out
 
 
 class BackgroundSave:
-    """A save that goes on while training does: in a thread that neither sends nor waits for tensors.
+    """A save during training, in a thread that does not communicate.
 
-    Beginning one is collective: training goes on once all ranks have copied their values. That it failed is
-    logged at once. If nobody has asked for the error by the end of the program, that ends with status 120
-    (but not in a worker that was forked: Python calls nothing of ``atexit`` there).
+    Its start is collective: training continues once all ranks have copied their values. A failure is logged
+    at once. If the error is not retrieved by the end of the program, the exit status is 120 (but not in a
+    forked worker, where Python calls nothing of ``atexit``).
 
     Args:
-        planned: the save; its values are copied before anything goes on.
-        limit: seconds that the first rank waits for the others' parts.
+        planned: the save; its values are copied first.
+        limit: seconds for which the first rank waits for the others' parts.
 
     Raises:
-        CheckpointError: on every rank: some cannot copy its values.
+        CheckpointError: on every rank: some rank cannot copy its values.
     """
 
     def __init__(self, planned: Save, limit: float = WAIT_LIMIT) -> None:
         self.target = planned.target
         self._error = UnretrievedError()
-        self.is_first = True  # an error of it is no consequence of another rank's
-        with _give_up_on_error(planned):
+        self.is_first = True  # its error is no consequence of another rank's
+        with _abort_on_error(planned):
             planned.world.run_on_all(planned.copy, _error_elsewhere(planned))
         self._thread = threading.Thread(target=self._run, args=(planned, limit), name="checkpoint")
         self._thread.start()
 
     def _run(self, planned: Save, limit: float) -> None:
         try:
-            planned.finish_alone(limit)
+            planned.finish_locally(limit)
         except Exception as error:
-            self.is_first = not isinstance(error, GivenUpError)
+            self.is_first = not isinstance(error, AbortedSaveError)
             made = save_error(self.target, error_summary(error))
             made.__cause__ = error
             _log.error("%s", made)
-            self._error.have(made)
+            self._error.store(made)
 
     @property
     def error(self) -> Exception | None:
-        """Why it failed; whoever asks sees to it."""
-        return self._error.ask()
+        """Retrieve the error; the caller handles it."""
+        return self._error.retrieve()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until it has ended; whether it has."""
+        """Wait for its end; return True if it has ended."""
         self._thread.join(seconds)
         return not self._thread.is_alive()

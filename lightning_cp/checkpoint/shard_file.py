@@ -1,4 +1,4 @@
-"""One rank's part of a sharded checkpoint: a safetensors file, written and read without that package.
+"""One rank's file of a sharded checkpoint: safetensors, written and read without that package.
 
 Eight bytes of header length, a JSON header, then the raw values: nothing in it can run.
 """
@@ -38,7 +38,7 @@ class Block:
     Args:
         key: the tensor's name.
         shape: of the whole tensor.
-        offsets: of the block in it.
+        offsets: of the block in the tensor.
         data: the block, on any device.
     """
 
@@ -50,7 +50,7 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockLocation:
-    """Where a block is."""
+    """The file and the position of a block."""
 
     key: str
     dtype: str
@@ -62,22 +62,22 @@ class BlockLocation:
 
 
 def write_shard(
-    path: Path, blocks: Sequence[Block], said: Mapping[str, str]
+    path: Path, blocks: Sequence[Block], metadata: Mapping[str, str]
 ) -> tuple[list[BlockLocation], str, int]:
-    """Write blocks into a new file, one at a time, and have it on the disk.
+    """Write blocks into a new file, one at a time, and flush it to disk.
 
     Args:
         path: the file.
-        blocks: what it holds.
-        said: strings that the header repeats: which save and step this is.
+        blocks: its content.
+        metadata: strings for the header: the save's id and step.
 
     Returns:
-        Where each block is, the file's sha256, and its size in bytes.
+        The location of each block, the file's sha256, and its size in bytes.
     """
     ordered = sorted(
         blocks, key=lambda block: -block.data.element_size()
-    )  # so that all are aligned
-    header = _header(ordered, said)
+    )  # aligned for every dtype
+    header = _header(ordered, metadata)
     digest, written, at = hashlib.sha256(), [], len(header)
     with path.open("xb") as file:
         for part in pieces(memoryview(header)):
@@ -95,7 +95,7 @@ def write_shard(
 
 
 def map_block(path: Path, begin: int, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A block of a file, read when its values are."""
+    """A block of a file, read when its values are used."""
     count = torch.Size(sizes).numel()
     if count == 0:
         return torch.empty(tuple(sizes), dtype=dtype)
@@ -115,8 +115,8 @@ def header_strings(path: Path) -> dict[str, str]:
         return {}
 
 
-def _header(blocks: Sequence[Block], said: Mapping[str, str]) -> bytes:
-    """Of dtypes that the format does not have, the bytes are written."""
+def _header(blocks: Sequence[Block], metadata: Mapping[str, str]) -> bytes:
+    """The header; blocks of dtypes that the format does not have are described as bytes."""
     held: dict[str, TensorSpec] = {}
     for block in blocks:
         data, name = block.data, block.key
@@ -124,7 +124,7 @@ def _header(blocks: Sequence[Block], said: Mapping[str, str]) -> bytes:
             name += f"@{','.join(map(str, block.offsets))}"
         known = data.dtype in DTYPE_NAMES
         held[name] = TensorSpec(data.dtype, tuple(data.shape)) if known else _bytes_like(data)
-    return header_bytes(held, said, _ALIGNED)
+    return header_bytes(held, metadata, _ALIGNED)
 
 
 def _bytes_like(x: torch.Tensor) -> TensorSpec:
@@ -143,13 +143,13 @@ def _bytes_of(x: torch.Tensor) -> memoryview:
     return flat.numpy().data
 
 
-# ``index.json`` of a sharded checkpoint: of every tensor dtype, shape, and where its blocks are.
+# ``index.json`` of a sharded checkpoint: the dtype, shape and block locations of every tensor.
 
 
 INDEX = "index.json"
 _PLACE = ("offsets", "sizes", "file", "begin")
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where it begins, and its sizes."""
+"""Start and sizes."""
 
 
 def index_of(blocks: Sequence[BlockLocation]) -> dict[str, Any]:
@@ -167,16 +167,16 @@ def index_of(blocks: Sequence[BlockLocation]) -> dict[str, Any]:
 def stored_tensor(
     folder: Path, key: str, entry: dict[str, Any], manifest: Manifest
 ) -> StoredTensor:
-    """A tensor of a folder, to be read when it is wanted.
+    """A tensor of a folder, to be read on demand.
 
     Args:
         folder: the checkpoint.
         key: the tensor's name in the index.
-        entry: what the index says of it.
-        manifest: names the files that were verified, and their sizes.
+        entry: the tensor's entry in the index.
+        manifest: names the verified files, and their sizes.
 
     Raises:
-        CheckpointError: blocks are in other files, or are not the tensor.
+        CheckpointError: blocks are in other files, or do not make up the tensor.
     """
     shape, dtype = tuple(entry["shape"]), dtype_named(entry["dtype"])
     for x in entry["chunks"]:
@@ -196,7 +196,7 @@ def _chunk(folder: Path, x: dict[str, Any], dtype: torch.dtype) -> Chunk:
 
 
 def _fills(shape: tuple[int, ...], blocks: Sequence[_Box]) -> bool:
-    """True if blocks lie in a tensor, and each of its elements is in one of them and in no other."""
+    """True if blocks lie within a tensor and cover each element exactly once."""
     for offsets, sizes in blocks:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             return False
@@ -212,10 +212,10 @@ def _fills(shape: tuple[int, ...], blocks: Sequence[_Box]) -> bool:
 
 
 def _corners(boxes: Iterable[_Box], dims: Sequence[int]) -> dict[tuple[int, ...], int]:
-    """The number of times each corner comes, with its sign: at the end of one dimension ``-``, of two ``+``.
+    """The number of boxes with each corner, with a sign that changes at each end of a dimension.
 
-    Sums from the beginning over these are how often each element comes, so two sets of boxes with the same
-    corners have each element equally often; and thousands of boxes need not be compared with each other.
+    Cumulative sums of these count the boxes that cover each element. So two sets of boxes with the same
+    corners cover each element equally often, and thousands of boxes need not be compared with each other.
     """
     found: Counter[tuple[int, ...]] = Counter()
     for offsets, sizes in boxes:

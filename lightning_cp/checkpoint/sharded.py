@@ -2,11 +2,11 @@
 
     1. all ranks    plan: which rank writes which block (``torch.distributed.checkpoint``'s planner)
     2. every rank   write: its blocks into ``shard-00003-of-00008.safetensors`` of a folder beside the target
-    3. first rank   commit: ``index.json`` (where blocks are), ``state.json`` (all that is no tensor),
+    3. first rank   commit: ``index.json`` (where blocks are), ``state.json`` (everything except tensors),
                     ``manifest.json``, and only then the name
 
-Steps 2 and 3 need not communicate, so that they can be done in the background: a rank leaves a note in the
-folder once its part is on the disk, and the first rank waits for the notes of all.
+Steps 2 and 3 need not communicate, so they can run in the background: a rank leaves a note in the folder once
+its part is on disk, and the first rank waits for the notes of all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.checkpoint.atomic import (
     SAVING,
-    GivenUpError,
+    AbortedSaveError,
     discard,
     discard_shared,
     make_folder,
@@ -44,16 +44,16 @@ from lightning_cp.checkpoint.tree import Place, encode, unique_name
 from lightning_cp.comm.consensus import World, error_summary
 from lightning_cp.errors import CheckpointError, without_home
 
-# The note that a rank which saves in the background leaves for the first one, which waits for it.
+# Notes between ranks: one that saves in the background leaves a note for the first one, which waits for it.
 
 
 def report_failure(note: Path, why: str, part: Path) -> bool:
-    """Tell the first rank of an error, on a disk that may be full; whether it still waits for that.
+    """Report an error to the first rank, on a disk that may be full; return True if that rank still waits.
 
     Args:
-        note: where it looks.
+        note: path that the first rank reads.
         why: the error.
-        part: what was written so far, which goes first, to make room.
+        part: the partial file, deleted first to make room.
     """
     discard(part)
     try:
@@ -61,12 +61,12 @@ def report_failure(note: Path, why: str, part: Path) -> bool:
         return True
     except OSError:
         with suppress(OSError):
-            note.touch()  # an empty one needs no room
+            note.touch()  # an empty file needs no room
         return note.parent.is_dir()
 
 
 def read_note(note: Path) -> dict[str, Any]:
-    """Its text; ``failed`` if there was no room to say why."""
+    """Content of a note; ``failed`` if there was no room for the reason."""
     return json.loads(note.read_text() or '{"failed": "its part could not be written"}')
 
 
@@ -76,7 +76,7 @@ _NOTE, _PAUSE = "done-", 0.02
 
 @dataclass
 class RankPart:
-    """The part that one rank has written: its file, and where its blocks are in it."""
+    """The part that one rank has written: its file, and the locations of its blocks."""
 
     file: str = ""
     sha256: str = ""
@@ -90,12 +90,12 @@ class ShardedSave:
 
     Args:
         target: the checkpoint.
-        staging: the folder beside it.
-        save: which save this is.
+        staging: the temporary folder beside it.
+        save: id of the save.
         about: for the manifest.
         world: all ranks.
-        blocks: what this rank writes.
-        state: on the first rank, the tree as JSON holds it.
+        blocks: the blocks of this rank.
+        state: on the first rank, the tree for JSON.
     """
 
     target: Path
@@ -107,14 +107,14 @@ class ShardedSave:
     state: Any
 
     def copy(self) -> None:
-        """Take the values as they are now; a shard may be the very weights that training goes on with."""
+        """Copy the current values; a shard may share memory with the weights in training."""
         for at, block in enumerate(self.blocks):
             data = torch.empty(block.data.shape, dtype=block.data.dtype, device="cpu")
             data.copy_(block.data)
             self.blocks[at] = Block(block.key, block.shape, block.offsets, data)
 
     def write(self) -> RankPart:
-        """Write this rank's blocks; nothing if it has none.
+        """Write this rank's blocks; do nothing without any.
 
         Raises:
             OSError: they could not be written.
@@ -126,10 +126,10 @@ class ShardedSave:
         return RankPart(self._file, digest, size, written)
 
     def commit(self, parts: list[RankPart]) -> None:
-        """Complete the checkpoint, on the first rank.
+        """Complete the checkpoint on the first rank.
 
         Raises:
-            OSError: it could not be completed; what was there before still is.
+            OSError: it could not be completed; the former checkpoint is unchanged.
         """
         entries = {part.file: FileEntry(part.sha256, part.bytes) for part in parts if part.file}
         index = index_of([block for part in parts for block in part.blocks])
@@ -142,21 +142,21 @@ class ShardedSave:
         write_durably(self.staging / NAME, manifest.render().encode())
         put_in_place(self.staging, self.target)
 
-    def give_up(self) -> None:
-        """Remove what was written so far."""
+    def abort(self) -> None:
+        """Remove everything that was written."""
         if self.world.rank == 0:
             discard_shared(self.staging)
 
-    def finish_alone(self, limit: float) -> None:
-        """Write, and on the first rank commit once the others' notes are there; nothing is sent.
+    def finish_locally(self, limit: float) -> None:
+        """Write, and on the first rank commit once the others' notes exist, without communication.
 
         Args:
-            limit: seconds that the first rank waits for the others.
+            limit: seconds for which the first rank waits for the others.
 
         Raises:
             OSError: this rank's part could not be written.
-            CheckpointError: another's could not, or did not come.
-            GivenUpError: the first rank has failed meanwhile.
+            CheckpointError: another part could not be written, or did not arrive.
+            AbortedSaveError: the first rank failed before.
         """
         note = self.staging / f"{_NOTE}{self.world.rank:05d}.json"
         try:
@@ -167,9 +167,9 @@ class ShardedSave:
             self.commit([part, *(self._part_of(rank, limit) for rank in range(1, self.world.size))])
         except Exception as error:
             if self.world.rank == 0:
-                self.give_up()
+                self.abort()
             elif not report_failure(note, error_summary(error), self.staging / self._file):
-                raise GivenUpError(
+                raise AbortedSaveError(
                     f"{error_summary(error)}: the first rank has given up"
                 ) from error
             raise
@@ -194,12 +194,12 @@ class ShardedSave:
         return f"shard-{self.world.rank:05d}-of-{self.world.size:05d}.safetensors"
 
 
-# The ranks' parts of a sharded checkpoint, and the folder in which all write.
+# The ranks' parts of a sharded checkpoint, and their common folder.
 
 
 _PLAN_PAUSE = 0.02
 _SEEN = 10.0
-"""Seconds until a folder that one rank has made has to be there for another."""
+"""Limit in seconds until a folder made by one rank must be visible to another."""
 
 
 def plan_sharded(
@@ -209,21 +209,21 @@ def plan_sharded(
     about: SaveInfo,
     objects: Mapping[str, bytes],
 ) -> ShardedSave:
-    """Decide who writes what, and make the folder. Collective.
+    """Assign blocks to ranks, and make the folder. Collective.
 
-    Tensors that are spread (``DTensor``) are written by the ranks that hold them, replicas once; all else is
-    the first rank's.
+    Distributed tensors (``DTensor``) are written by the ranks that hold them, replicas once; everything else
+    by the first rank.
 
     Args:
         tree: plain.
-        ours: what is noted beside it, plain and without tensors.
+        ours: notes beside it, plain and without tensors.
         target: the checkpoint.
         about: for the manifest.
-        objects: none: this form has no pickles.
+        objects: ignored: this form has no pickles.
 
     Raises:
         CheckpointError: on the other ranks: one of them cannot begin.
-        Exception: on that one: why it cannot.
+        Exception: on that rank: the reason.
     """
     assert not objects
     world, staging = World(), temporary_path(target, SAVING)
@@ -251,7 +251,7 @@ def plan_sharded(
         )
 
     try:
-        begun = world.run_on_all(begin, lambda said: save_error(target, said))
+        begun = world.gather_results(begin, lambda said: save_error(target, said))
         _, folder, save = begun[0]
         world.run_on_all(
             lambda: _wait_until_visible(target.with_name(folder)),
@@ -267,7 +267,7 @@ def plan_sharded(
 
 
 def _wait_until_visible(folder: Path) -> None:
-    """Wait until this rank sees what the first one has made: it may take a moment over a network."""
+    """Wait until this rank sees the first one's folder, which takes a moment over a network."""
     until = time.monotonic() + _SEEN
     while not folder.is_dir():
         if time.monotonic() > until:

@@ -1,8 +1,9 @@
-"""Full checkpoints in a store that fsspec reaches (``s3://``, ``gs://``, ``memory://``): whole or not there.
+"""Full checkpoints in a store that fsspec reaches (``s3://``, ``gs://``, ``memory://``): complete or absent.
 
 A file is written and hashed on this machine's disk, sent under another name, compared in size, and only then
-copied to its own name by the store itself, which shows a copied object whole or not at all. What a store has
-no call for is not promised: that the last bytes are on its disks, and that a killed save leaves nothing.
+copied to its own name by the store itself, which shows a copied object whole or not at all. Two things
+have no call in a store, and are not guaranteed: that its disks have the last bytes, and that a killed save
+leaves nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _LOCAL = ("file", "local")
 
 
 def is_store(path: str | PathLike[str]) -> bool:
-    """True if a path is a URL of another place than this machine's file systems."""
+    """True for a URL of another place than this machine's file systems."""
     protocol, url, _ = str(path).partition("://")
     return bool(url) and protocol not in _LOCAL
 
@@ -34,10 +35,10 @@ def is_store(path: str | PathLike[str]) -> bool:
 def put_in_store(
     tree: dict[str, Any], about: SaveInfo, path: str, options: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a checkpoint into a store; the one of that name is replaced by the last call of all.
+    """Write a checkpoint into a store; the last call of all replaces the one of that name.
 
     Args:
-        tree: as ``write_file`` takes it.
+        tree: as for ``write_file``.
         about: for the manifest.
         path: its URL.
         options: ``storage_options``, for the file system.
@@ -63,16 +64,16 @@ def put_in_store(
                 )
             system.cp_file(beside, place)
         finally:
-            with suppress(Exception):  # whatever the store says of it: the error is another one
+            with suppress(Exception):  # an error of the store must not hide this one
                 system.rm_file(beside)
 
 
 @contextmanager
 def local_copy(path: str) -> Iterator[Path]:
-    """A store's checkpoint as a file of this machine; what is mapped from it stays after the end.
+    """A store's checkpoint as a file of this machine; tensors mapped from it stay valid afterwards.
 
     Raises:
-        MissingCheckpointError: it is not there.
+        MissingCheckpointError: it does not exist.
         CheckpointError: it is a folder.
     """
     system, place = url_to_fs(path)
@@ -89,7 +90,7 @@ def local_copy(path: str) -> Iterator[Path]:
 
 
 def remove_from_store(path: str) -> None:
-    """Remove a checkpoint, if it is there."""
+    """Remove a checkpoint, if it exists."""
     system, place = url_to_fs(path)
     if system.exists(place):
         system.rm_file(place)

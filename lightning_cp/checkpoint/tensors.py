@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint: stored in pieces, read into whatever shards a run has; and whole, for one file."""
+"""Tensors of a checkpoint: stored in blocks, read into shards of a run, or whole."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from lightning_cp.watchdog.phase import sign_of_life
 
 @dataclass(frozen=True)
 class Chunk:
-    """A block of a tensor that lies in one place.
+    """A block of a tensor that is stored in one place.
 
     Args:
         offsets: of its first element in the tensor.
         sizes: its shape.
-        read: gives it, on the CPU; mapped from the file, so that what is not used is not read.
+        read: returns it on the CPU, mapped from the file, so that unused values are not read.
     """
 
     offsets: tuple[int, ...]
@@ -39,14 +39,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that is in a checkpoint and has not been read."""
+    """A tensor of a checkpoint that was not read yet."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
     def whole(self) -> torch.Tensor:
-        """All of it, on the CPU, in memory of its own."""
+        """The whole tensor on the CPU, in new memory."""
         made = torch.empty(self.shape, dtype=self.dtype)
         for chunk in self.chunks:
             _block(made, chunk.offsets, chunk.sizes).copy_(chunk.read())
@@ -55,27 +55,27 @@ class StoredTensor:
 
 
 def as_stored(tensor: torch.Tensor) -> StoredTensor:
-    """A tensor that is at hand as if it were stored in one piece."""
+    """A tensor in memory, as if stored in one block."""
     chunk = Chunk((0,) * tensor.dim(), tuple(tensor.shape), lambda: tensor)
     return StoredTensor(tensor.dtype, tuple(tensor.shape), (chunk,))
 
 
 def whole(tensor: torch.Tensor, *, keep: bool = True) -> torch.Tensor | None:
-    """A tensor on the CPU, assembled if it is spread over ranks.
+    """A whole tensor on the CPU, assembled if it is distributed.
 
-    Collective for a ``DTensor``: every rank of its mesh has to come here with the same one. Shards that were
-    offloaded to the CPU of a CUDA mesh travel through the device, one tensor at a time.
+    Collective for a ``DTensor``: all ranks of its mesh call it with the same one. Shards that were offloaded
+    to the CPU of a CUDA mesh travel through the device, one tensor at a time.
 
     Args:
         tensor: any; shape and dtype stay.
-        keep: this rank wants it; the others take part and get ``None``.
+        keep: True on ranks that need it; the others only send, and get ``None``.
     """
     made = assemble(tensor)
     return made.cpu() if keep else None
 
 
 def assemble(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor where it is, assembled if it is spread over ranks: the part of ``whole`` that communicates."""
+    """A whole tensor on its device, assembled if it is distributed: the communication of ``whole``."""
     made = tensor.detach()
     if isinstance(made, DTensor):
         local, mesh = made.to_local(), made.device_mesh
@@ -94,9 +94,9 @@ def assemble(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def read_into(targets: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]) -> None:
-    """Read into tensors of the same keys and shapes, for ``DTensor`` this rank's shards only.
+    """Read into tensors of the same keys and shapes; for ``DTensor`` only this rank's shards.
 
-    No communication. Only what a shard needs is read, however the checkpoint was cut.
+    There is no communication. Only the needed values are read, for any division of the checkpoint.
     """
     reader = StoredTensorReader({key: stored[key] for key in targets})
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -106,7 +106,7 @@ def read_into(targets: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTe
 
 
 def empty_like(template: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
-    """An empty tensor of a checkpoint's dtype, spread as ``template`` is; on its device."""
+    """An empty tensor with the checkpoint's dtype, and the distribution and device of ``template``."""
     return torch.empty_like(template.detach(), dtype=stored.dtype)
 
 
@@ -117,7 +117,7 @@ class StoredTensorReader(StorageReader):
         self._stored = stored
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept between loads."""
+        """Do nothing: there is no state between loads."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Shapes and blocks of every tensor."""
@@ -126,18 +126,18 @@ class StoredTensorReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy every block that the plan asks for."""
+        """Copy every block of the plan."""
         for item in plan.items:
             self._read(item, planner)
         done: Future[None] = Future()
@@ -156,7 +156,7 @@ class StoredTensorReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Readers are made by hand."""
+        """Accept any id: readers are constructed directly."""
         return False
 
 

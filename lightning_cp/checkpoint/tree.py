@@ -1,6 +1,6 @@
-"""State as plain containers, numbers, strings and tensors: what can be written without pickling code.
+"""State as plain containers, numbers, strings and tensors, which can be written without pickling code.
 
-What PyTorch's ``weights_only`` loading would refuse becomes plain, and a note says what it was: a Hydra
+Values that PyTorch's ``weights_only`` loading would refuse become plain, with a note of their type: a Hydra
 ``DictConfig`` in hyperparameters is written as a dict, and is a ``DictConfig`` again once read.
 """
 
@@ -21,9 +21,9 @@ import torch
 from lightning_cp.errors import CheckpointError
 
 Place = tuple[Any, ...]
-"""The keys and numbers that lead to an item of a tree."""
+"""Keys and indices that lead to an item of a tree."""
 _EXACTLY = {int: int.__int__, float: float.__float__, str: str.__str__}
-"""The value itself of a subclass, whatever that makes of ``str(value)``."""
+"""Conversions of a subclass to its value, whatever its ``str(value)`` is."""
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
@@ -33,24 +33,24 @@ class PlainTree:
 
     Args:
         tree: dicts, lists, tuples, sets, atoms and tensors.
-        notes: places, and what was there.
-        left_out: names of what could not be written and may be missing.
+        notes: places, with the types of their values.
+        unwritable: names of values that could not be written and may be missing.
     """
 
     tree: Any
     notes: list[list[Any]] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
+    unwritable: list[str] = field(default_factory=list)
 
 
 def make_plain(tree: Any, may_lack: Sequence[str] = ()) -> PlainTree:
     """Make a tree plain; the tensors stay the same objects.
 
     Args:
-        tree: what is to be saved.
+        tree: the state.
         may_lack: keys of the top level whose entries are left out if they cannot be written.
 
     Raises:
-        CheckpointError: something else cannot be written; names it.
+        CheckpointError: naming any other value that cannot be written.
     """
     made = PlainTree(None)
     made.tree = _PlainConverter(made, frozenset(may_lack)).make(tree, ())
@@ -58,7 +58,7 @@ def make_plain(tree: Any, may_lack: Sequence[str] = ()) -> PlainTree:
 
 
 def is_plain(value: Any) -> bool:
-    """True if a value is written as it is, and would be read as the same kinds."""
+    """True if a value is written unchanged, and read with the same types."""
     kind = type(value)
     if kind in (dict, OrderedDict):
         return all(map(is_plain, value)) and all(map(is_plain, value.values()))
@@ -68,7 +68,7 @@ def is_plain(value: Any) -> bool:
 
 
 def restore_types(tree: Any, notes: Sequence[Sequence[Any]]) -> Any:
-    """The tree with what the notes say was there; innermost first, as they were written."""
+    """The tree with the types of the notes; innermost first, in the order of writing."""
     for place, kind in notes:
         tree = _replace_at(tree, tuple(place), _RESTORE.get(kind, lambda value: value))
     return tree
@@ -88,12 +88,12 @@ def map_leaves(
 
 
 def dotted(place: Place) -> str:
-    """A place for people; two may look the same: those of ``{"a": {"b.c": 1}, "a.b": {"c": 2}}``."""
+    """A place as text; not unique: ``{"a": {"b.c": 1}, "a.b": {"c": 2}}`` has two equal ones."""
     return ".".join(map(str, place)) or "the state"
 
 
 def unique_name(place: Place, taken: Container[str]) -> str:
-    """The dotted place, and something after it if another one has that name."""
+    """The dotted place, with a suffix if it is taken."""
     name = ".".join(map(str, place))
     while name in taken:
         name += "'"
@@ -150,7 +150,7 @@ class _PlainConverter:
             except CheckpointError:
                 if not place or place[0] not in self._may_lack:
                     raise
-                self._made.left_out.append(dotted((*place, key)))
+                self._made.unwritable.append(dotted((*place, key)))
         return made
 
 
@@ -169,7 +169,7 @@ def _check_dense(value: torch.Tensor, place: Place) -> torch.Tensor:
 
 
 def _kind_of(value: Any, place: Place) -> tuple[str | None, Any]:
-    omegaconf = sys.modules.get("omegaconf")  # what has it was made by it
+    omegaconf = sys.modules.get("omegaconf")  # a config implies that omegaconf is imported
     if omegaconf is not None:
         for kind in ("DictConfig", "ListConfig"):
             made_by = getattr(omegaconf, kind)
@@ -224,7 +224,7 @@ _RESTORE: dict[str, Callable[[Any], Any]] = {
     "array of str": lambda value: np.array(value, dtype=np.str_),
     "array of bytes": lambda value: np.array(value, dtype=np.bytes_),
 }
-"""Paths and numbers stay the strings and numbers that they were written as."""
+"""Restore functions by type; paths and numbers are the strings and numbers as written."""
 
 
 def _replace_at(tree: Any, place: Place, make: Callable[[Any], Any]) -> Any:
@@ -240,16 +240,16 @@ def _replace_at(tree: Any, place: Place, make: Callable[[Any], Any]) -> Any:
     return tree
 
 
-# Plain trees as JSON: containers with their kinds, tensors by name.
+# Plain trees as JSON: containers with their types, tensors by name.
 
 
 def encode(tree: Any, name: Callable[[Place, Any], str], at: Place = ()) -> Any:
-    """The form of a plain tree that ``json`` can write.
+    """The JSON form of a plain tree.
 
     Args:
-        tree: as ``make_plain`` makes it.
-        name: called with the place and the tensor of each; gives what it is called in the file.
-        at: where the tree is.
+        tree: the result of ``make_plain``.
+        name: called with the place of each tensor and the tensor; returns its name in the file.
+        at: place of the tree.
     """
     if tree is None or isinstance(tree, (bool, int, str)):
         return tree
@@ -280,14 +280,14 @@ def _encode_atom(tree: Any, name: Callable[[Place, Any], str], at: Place) -> Any
 
 
 def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """The plain tree again.
+    """The plain tree of a JSON value.
 
     Args:
-        value: what ``json`` has read.
-        tensor: gives what stands for a tensor of the file.
+        value: as parsed by ``json``.
+        tensor: returns the value for a tensor's name.
 
     Raises:
-        CheckpointError: it is nothing that ``encode`` has written.
+        CheckpointError: not a value that ``encode`` has written.
     """
     if isinstance(value, list):
         return [decode(x, tensor) for x in value]
@@ -303,10 +303,10 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """``float32`` and the like.
+    """The dtype of a name such as ``float32``.
 
     Raises:
-        CheckpointError: there is no such dtype.
+        CheckpointError: unknown name.
     """
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):

@@ -37,22 +37,22 @@ def pack(value: Any) -> PackedObject:
     return PackedObject(buffer.getvalue(), packer.tensors)
 
 
-def broadcast_packed(parcel: PackedObject | None, group: dist.ProcessGroup) -> Any:
+def broadcast_packed(packed: PackedObject | None, group: dist.ProcessGroup) -> Any:
     """Broadcast the packed object of the group's first rank and unpack it, with its tensors on the CPU.
 
     Args:
-        parcel: given on the first rank, ``None`` on the others.
+        packed: given on the first rank, ``None`` on the others.
         group: a group whose backend moves CPU tensors.
     """
     sizes = torch.zeros(2, dtype=torch.int64)
     data = torch.empty(0, dtype=torch.uint8)
-    if parcel is not None:
-        parts = [_bytes_of(x) for x in parcel.tensors]
-        data = torch.cat([torch.frombuffer(bytearray(parcel.rest), dtype=torch.uint8), *parts])
-        sizes = torch.tensor([len(parcel.rest), data.numel()])
+    if packed is not None:
+        parts = [_bytes_of(x) for x in packed.tensors]
+        data = torch.cat([torch.frombuffer(bytearray(packed.rest), dtype=torch.uint8), *parts])
+        sizes = torch.tensor([len(packed.rest), data.numel()])
     dist.broadcast(sizes, group=group, group_src=0)
     rest, total = sizes.tolist()
-    if parcel is None:
+    if packed is None:
         data = torch.empty(total, dtype=torch.uint8)
     dist.broadcast(data, group=group, group_src=0)
     return _Unpacker(data, rest).load()

@@ -1,20 +1,20 @@
-"""NaN and infinity stop a run before they reach a weight: every rank raises, and nothing has changed.
+"""Stop a run on every rank before NaN or infinity reaches a weight; nothing has changed then.
 
-Once gradients have their final size, and before they are clipped (``clamp`` makes a large number of an
-infinite one) or stepped along, each rank looks at the losses and gradients it has; then all vote. That is one
-pass over the gradients and one sum of two numbers a step, which also carries what ranks wish for (to stop at
-this step, see ``signals``), so that all learn of it at the same step.
+When gradients have their final size, and before they are clipped (``clamp`` turns an infinite one into a
+large number) or used, each rank tests its losses and gradients; then all vote. That is one pass over the
+gradients and one sum of two numbers per step. The sum also carries requests of ranks (to stop at this step,
+see ``signals``), so that all receive them at the same step.
 
-The norm of the gradients tells in one fused pass: what is not finite in it makes it not finite. The opposite
-may be false, as squares of large numbers overflow, so then every gradient is looked at by itself.
+The norm of the gradients takes one fused pass: a non-finite gradient makes it non-finite. The reverse may be
+false, as squares of large numbers overflow, so then every gradient is tested.
 
 With a ``GradScaler`` (``precision="16-mixed"``) gradients may be infinite by design, and the scaler skips
-such a step: they are left alone, and ranks vote on the rest.
+such a step: ranks vote on losses and settings only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,9 +26,9 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from lightning_cp.comm.consensus import gather_facts, gather_lists, tally
-from lightning_cp.consistency.model import MovedState
-from lightning_cp.consistency.settings import numbers_of, refuse_settings
+from lightning_cp.comm.consensus import all_equal_sum, gather_facts, gather_objects
+from lightning_cp.consistency.model import ChangedState
+from lightning_cp.consistency.settings import numbers_of, raise_setting_mismatch
 from lightning_cp.errors import NonFiniteError
 from lightning_cp.loss.counts import TargetCounts
 from lightning_cp.utils.containers import tensors_of
@@ -39,61 +39,61 @@ WHAT = "end of a step"
 
 @dataclass(frozen=True)
 class Step:
-    """A step that is about to be taken."""
+    """The optimizer step that comes next."""
 
     number: int
-    """Of the optimizer step; the first one is 1."""
+    """Number of the optimizer step, from 1."""
     optimizer: Optimizer
     model: nn.Module
     batch: Any
-    """This rank's part of the last batch, where it is known."""
+    """This rank's part of the last batch, if known."""
     sample: tuple[int, int] = (0, 1)
-    """Which of the samples that are trained on together, and how many ranks share each."""
+    """Index of this rank's sample among those trained together, and the number of ranks that share each."""
 
 
 class FiniteGuard:
-    """Looks at what a step has computed, together with all other ranks.
+    """Tests the losses and gradients of a step on all ranks together.
 
     Args:
-        checks: whether values that are not finite are an error.
-        counts: of the losses of a step, which are looked at in any case.
+        checks: raise for values that are not finite.
+        counts: target counts of a step's losses, which are always tested.
     """
 
     def __init__(self, checks: bool, counts: TargetCounts) -> None:
         self._checks = self._looks = checks
         self._counts = counts
         self._bad_loss: torch.Tensor | None = None
-        self._state = MovedState()
+        self._state = ChangedState()
         self._voted: set[int] = set()  # optimizers, since the last backward
         self.look: Callable[[str], None] | None = None
-        """How all ranks look at a loss of no known kind together, and why, besides."""
+        """Collective check of a loss of no known kind, and its reason."""
         self.wish: Callable[[], int] | None = None
-        """What this rank tells the others with every vote: a number."""
+        """Number that this rank adds to every vote."""
         self.wishes = 0
-        """The sum of what all ranks told in the last vote."""
+        """Sum of these numbers of all ranks in the last vote."""
 
     def yield_to(self, callbacks: Iterable[object]) -> None:
         """Leave values that are not finite to Lightning's SpikeDetection, if it is among the callbacks.
 
-        It looks at losses after each step, leaves out the batches, and may let them pass.
+        That callback tests losses after each step, skips the batches, and may accept them.
         """
         self._looks = self._checks and not any(isinstance(x, SpikeDetection) for x in callbacks)
 
     @property
-    def has_notes(self) -> bool:
-        """Losses were noted that no step has looked at."""
+    def has_records(self) -> bool:
+        """True if recorded losses are still untested."""
         return self._bad_loss is not None or self._counts.are_asked
 
     def forget(self) -> None:
-        """Drop what was noted of losses whose gradients are gone: no step will be taken along them."""
+        """Drop the record of losses whose gradients were dropped."""
         self._bad_loss = None
         self._counts.take()
 
     def note_loss(self, loss: torch.Tensor | None) -> None:
-        """Before a backward: remember whether this rank's loss is finite, without waiting for it.
+        """Record before a backward if this rank's loss is finite, without waiting for the device.
 
         Args:
-            loss: ``None`` on a rank without targets: the mean of nothing says nothing.
+            loss: ``None`` on a rank without targets, whose mean is undefined.
         """
         self._voted.clear()
         if self._looks and loss is not None:
@@ -101,18 +101,18 @@ class FiniteGuard:
             self._bad_loss = bad if self._bad_loss is None else self._bad_loss | bad
 
     def before_step(self, step: Step, group: dist.ProcessGroup | None, scaler: object) -> None:
-        """Gradients have their final size; called by all ranks, before they are clipped and stepped along.
+        """Test gradients of final size before they are clipped and used. Collective.
 
         Args:
-            step: what is looked at, once after each backward.
+            step: the next step; tested once after each backward.
             group: all ranks, with a backend that moves CPU tensors; ``None`` for a single one.
-            scaler: the precision's ``GradScaler``, which has a way of its own.
+            scaler: the precision's ``GradScaler``, which handles infinite gradients itself.
 
         Raises:
-            NonFiniteError: on every rank, if there is a loss or a gradient on any that is not finite.
-            ConfigError: on every rank, if optimizers have other settings on some, such as a learning rate;
-                if a loss on any counted other targets than it is weighted by; or if ranks that share a
-                sample multiply it by other numbers; or what ``look`` finds.
+            NonFiniteError: on every rank, if a loss or a gradient of any is not finite.
+            ConfigError: on every rank, if optimizers have different settings, such as a learning rate; if
+                a loss counted other targets than those of its weight; if ranks that share a sample multiply
+                it by different numbers; or for a finding of ``look``.
         """
         if id(step.optimizer) in self._voted:
             return
@@ -121,7 +121,7 @@ class FiniteGuard:
         bad_loss, self._bad_loss = self._bad_loss, None
         counts = self._counts.take()
         differ = counts.differ
-        finite, same = _look(step.optimizer if looks else None, bad_loss, differ)
+        finite, same = _test_step(step.optimizer if looks else None, bad_loss, differ)
         number = 0 if self.wish is None else self.wish()
         if not self._looks and self.wish is None and not counts.are_asked:
             return
@@ -133,13 +133,13 @@ class FiniteGuard:
             self.wishes = total
         elif group is None:
             counts.check(step.number, None)
-            _refuse(step.number, [_findings(step, bad_loss)])
+            _raise_findings(step.number, [_findings(step, bad_loss)])
         else:
             found = _findings(step, bad_loss) if not finite else []
-            every = gather_lists(found, group)
+            every = gather_objects(found, group)
             if not any(every):
-                refuse_settings(step.number, step.optimizer, group)
-            _refuse(step.number, every)
+                raise_setting_mismatch(step.number, step.optimizer, group)
+            _raise_findings(step.number, every)
 
     def _tally(
         self,
@@ -149,21 +149,19 @@ class FiniteGuard:
         agrees: bool,
         number: int,
     ) -> int | None:
-        """The sum of what ranks wish; ``None`` on all if one does not agree, or has other settings."""
+        """The sum of all ranks' numbers; ``None`` on all if one does not agree, or has other settings."""
         fact = (WHAT, numbers_of(step.optimizer))
-        vote = partial(tally, fact, group, number=number)
+        vote = partial(all_equal_sum, fact, group, number=number)
         dissents, size = not agrees or counts.asks, step.sample[1]
         state = self._state.numbers(step.model) if size > 1 else []
         total = vote(of=step.sample, own=[counts.numbers, state], dissents=dissents)
         if total is not None:
             return total
-        gather_facts(
-            {"step": step.number}, group, what=WHAT
-        )  # ranks at different calls hear of that
+        gather_facts({"step": step.number}, group, what=WHAT)  # raises if calls differ
         counts.check(step.number, group)  # a mean over no target is NaN, too
         counts.check_numbers(step.number, group, size)
         self._state.warn(state, group, size)
-        asks = any(flag for flags in gather_lists([counts.asks], group) for flag in flags)
+        asks = any(gather_objects(counts.asks, group))
         apart = counts.shared_difference(group, size) or counts.factor_difference(group, size)
         total = vote(dissents=not agrees)
         if (asks or apart) and total is not None and self.look is not None:
@@ -171,19 +169,19 @@ class FiniteGuard:
         return total
 
 
-def _look(
+def _test_step(
     optimizer: Optimizer | None, bad_loss: torch.Tensor | None, differ: torch.Tensor | None
 ) -> tuple[bool, bool]:
-    """Two flags: losses and gradients are finite, counts are the same. Waits for the device once if so.
+    """Two flags: losses and gradients are finite; counts are the same. Waits for the device at most once.
 
     Args:
-        optimizer: whose gradients are looked at; ``None``: nothing has to be finite.
-        bad_loss: whether some loss is not finite.
-        differ: whether some count differs.
+        optimizer: the owner of the gradients; ``None``: nothing has to be finite.
+        bad_loss: a flag on the device: some loss is not finite.
+        differ: a flag on the device: some count differs.
     """
     flags = [differ]
     if optimizer is not None:
-        flags += [~get_total_norm(list(_local_gradients(optimizer))).isfinite(), bad_loss]
+        flags += [~get_total_norm(_local_gradients(optimizer)).isfinite(), bad_loss]
     given = [flag for flag in flags if flag is not None]
     if not given or not torch.stack([flag.to(given[-1].device) for flag in given]).any():
         return True, True
@@ -194,11 +192,15 @@ def _look(
     return finite, same
 
 
-def _local_gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+def _local_gradients(optimizer: Optimizer) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.grad is not None:
-                yield _local(parameter.grad)
+            gradient = parameter.grad
+            if gradient is not None:
+                is_plain = type(gradient) is torch.Tensor and not gradient.is_sparse
+                found.append(gradient.detach() if is_plain else _local(gradient))
+    return found
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
@@ -208,7 +210,7 @@ def _local(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _findings(step: Step, bad_loss: torch.Tensor | None) -> list[tuple[str, str]]:
-    """The values of this rank that are not finite, as (kind, name)."""
+    """This rank's values that are not finite, as (kind, name)."""
     found: list[tuple[str, str]] = []
     if bad_loss is not None and bad_loss:
         found.append(("loss", ""))
@@ -222,7 +224,7 @@ def _findings(step: Step, bad_loss: torch.Tensor | None) -> list[tuple[str, str]
     return found
 
 
-def _refuse(number: int, of_ranks: list[list[tuple[str, str]]]) -> None:
+def _raise_findings(number: int, of_ranks: list[list[tuple[str, str]]]) -> None:
     losses, gradients, batch = (
         {rank: [name for its, name in found if its == kind] for rank, found in enumerate(of_ranks)}
         for kind in ("loss", "gradient", "batch")
@@ -250,6 +252,6 @@ def _ranks(found: dict[int, list[str]]) -> list[int]:
 
 
 def _listed(ranks: Iterable[int]) -> str:
-    """``rank 1``, ``ranks 0, 1 and 3``."""
+    """Format ranks as ``rank 1``, ``ranks 0, 1 and 3``."""
     *others, last = map(str, ranks)
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"

@@ -1,8 +1,8 @@
-"""Ranks that build other models or optimizers are told so before anything is exchanged.
+"""Checks that ranks build the same model and optimizers, before they exchange anything.
 
-Collectives over parameters whose shapes or dtypes differ end in native code, without a name; and what shapes
-do not show (a learning rate, the base of rotary positions) would be trained with different values on each
-rank, without a word.
+Collectives over parameters whose shapes or dtypes differ crash in native code, without a name. Differences
+that shapes do not show (a learning rate, the base of rotary positions) would train different values on each
+rank, without an error.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_cp import error_display as console
-from lightning_cp.comm.consensus import gather_lists, is_equal_on_all_ranks, stable_hash
-from lightning_cp.consistency.settings import differences, shown, told_by_ranks
+from lightning_cp.comm.consensus import World, stable_hash
+from lightning_cp.consistency.settings import differences, value_text, values_by_rank
 from lightning_cp.errors import ConfigError
 from lightning_cp.loss.counts import (
     first_difference,
@@ -29,23 +29,23 @@ from lightning_cp.loss.counts import (
 )
 
 CONFIGS = ("PretrainedConfig", "PreTrainedConfig")
-"""Classes of transformers, by name: nothing is imported to know them."""
-ELSEWHERE = ("name_or_path", "transformers_version", "torch_dtype", "dtype", "attn_implementation")
-"""Entries of a config that say where a model is from and how it is run, besides those that begin with _."""
-FEW = 16
-"""Numbers of a tensor that is a setting of an optimizer, at most."""
+"""Classes of transformers, by name, so that it need not be imported."""
+IGNORED = ("name_or_path", "transformers_version", "torch_dtype", "dtype", "attn_implementation")
+"""Entries of a config about a model's source and execution, besides those that begin with _."""
+MAX_ELEMENTS = 16
+"""Limit of elements of a tensor that is an optimizer's setting."""
 
 
-def require_same_model(module: nn.Module) -> None:
-    """Compare names, shapes, dtypes, ties and configs of a model; all ranks must come here.
+def check_same_model(module: nn.Module) -> None:
+    """Check that names, shapes, dtypes, ties and configs of a model are the same on all ranks. Collective.
 
-    Values are not compared: those of the first rank are given to all.
+    Values are not compared, since the first rank's are broadcast.
 
     Raises:
         ConfigError: on every rank, naming the first parameter and the first entry of a config that differ.
     """
     if dist.get_world_size() > 1:
-        _require_same(
+        _check_same_facts(
             [model_facts(module), config_facts(module)],
             "models",
             "Every rank has to build the same model: layers, shapes, dtypes, ties, what is frozen, and its "
@@ -53,24 +53,24 @@ def require_same_model(module: nn.Module) -> None:
         )
 
 
-def require_same_optimizers(
+def check_same_optimizers(
     optimizers: Sequence[Optimizer], module: nn.Module, schedulers: Iterable[object] = ()
 ) -> None:
-    """Compare classes, groups and settings of optimizers; all ranks must come here.
+    """Check that classes, groups and settings of optimizers are the same on all ranks. Collective.
 
     Args:
-        optimizers: as they begin.
+        optimizers: in their initial state.
         module: has the names of their parameters.
-        schedulers: whose classes are compared.
+        schedulers: only their classes are compared.
 
     Raises:
-        ConfigError: on every rank, naming the first thing that differs.
+        ConfigError: on every rank, naming the first difference.
     """
     if dist.get_world_size() > 1:
         names = {id(p): name for name, p in module.named_parameters()}
         facts = optimizer_facts(optimizers, names)
         facts.update((f"scheduler {at}", _class(each)) for at, each in enumerate(schedulers))
-        _require_same(
+        _check_same_facts(
             [facts],
             "optimizers",
             "Each rank steps what it holds of one model, so all have to make the same optimizers, with the "
@@ -78,20 +78,22 @@ def require_same_optimizers(
         )
 
 
-class MovedState:
-    """Buffers and frozen parameters that steps write to: ranks that share a sample have to write the same.
+class ChangedState:
+    """Buffers and frozen parameters that steps write to: ranks that share a sample must write the same.
 
-    They are compared in the votes on steps 2, 4, 8, ... of a run. PyTorch counts the writes to a tensor:
-    what no step writes to is not read. What is sharded has one copy, and is left alone.
+    They are compared in the votes on steps 2, 4, 8, ... of a run. PyTorch counts the writes to a tensor, so
+    unchanged tensors are not read. Sharded tensors have one copy, and are not compared.
     """
 
     def __init__(self) -> None:
         self._votes = 0
         self._known: dict[str, tuple[int, int]] = {}
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def numbers(self, model: nn.Module) -> list[tuple[str, list[str]]]:
-        """What was written to since the last comparison, by name; waits for the device if there is any."""
+        """Tensors written to since the last comparison, by name, with numbers; waits for the device if there
+        are any.
+        """
         self._votes += 1
         if self._votes & (self._votes - 1):
             return []
@@ -105,17 +107,17 @@ class MovedState:
     def warn(
         self, own: list[tuple[str, list[str]]], group: dist.ProcessGroup, sample_size: int
     ) -> None:
-        """Say once of each what ranks that share a sample do not have alike. Collective."""
+        """Warn once per tensor that differs between ranks which share a sample. Collective."""
         for _, (first, of_ranks) in gather_by_sample([dict(own)], group, sample_size):
             for name, values in of_ranks[0].items():
                 others = ((rank, each[name]) for rank, each in enumerate(of_ranks) if name in each)
                 found = ((rank, first_difference(values, other, 17)) for rank, other in others)
                 apart = next(((first + rank, x) for rank, x in found if x is not None), None)
-                if apart is not None and name not in self._told:
-                    self._told.add(name)
+                if apart is not None and name not in self._warned:
+                    self._warned.add(name)
                     if dist.get_rank() == first:
                         rank, (norm, other) = apart
-                        console.warn(_MOVED.format(name, norm, first, other, rank))
+                        console.warn(_DIFFERENT_STATE.format(name, norm, first, other, rank))
 
 
 def _whole_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -126,7 +128,7 @@ def _whole_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name.replace("_forward_module.", "").removeprefix("module."), x
 
 
-_MOVED = (
+_DIFFERENT_STATE = (
     "steps write to {} (a buffer, or a parameter that is not trained), and ranks that share a sample do not "
     "write the same: its norm is {:g} on rank {} and {:g} on rank {}. What is computed from it is then not "
     "what one process computes. Compute it from whole sequences (unshard), or average it over ranks."
@@ -134,7 +136,7 @@ _MOVED = (
 
 
 def model_facts(module: nn.Module) -> dict[str, str]:
-    """Facts of each parameter and buffer, in the order in which ranks exchange them."""
+    """Facts about each parameter and buffer, in the order in which ranks exchange them."""
     first: dict[int, str] = {}
     parameters = module.named_parameters(remove_duplicate=False)
     facts = {name: _tensor(x, first.setdefault(id(x), name), name) for name, x in parameters}
@@ -168,16 +170,16 @@ def config_facts(module: nn.Module) -> dict[str, str]:
 
 def _entries(config: Mapping[Any, Any], path: str) -> Iterator[tuple[str, str]]:
     for key, value in config.items():
-        if str(key).startswith("_") or key in ELSEWHERE:
+        if str(key).startswith("_") or key in IGNORED:
             continue
         if isinstance(value, Mapping):
             yield from _entries(cast(Mapping[Any, Any], value), f"{path}.{key}")
         else:
-            yield f"{path}.{key}", shown(value)
+            yield f"{path}.{key}", value_text(value)
 
 
 def optimizer_facts(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> dict[str, str]:
-    """Classes first, then the groups of each, then whose parameters they are."""
+    """Facts about optimizers: classes, then groups, then their parameters."""
     facts: dict[str, str] = {}
     for at, optimizer in enumerate(optimizers):
         number = f" {at}" if len(optimizers) > 1 else ""
@@ -195,7 +197,7 @@ def _group(
     group: Mapping[str, Any], index: int, names: Mapping[int, str]
 ) -> Iterator[tuple[str, str]]:
     for key in sorted(group.keys() - {"params"}, key=lambda key: (key != "lr", key)):
-        yield f"{key} of group {index}", shown(_plain(group[key]))
+        yield f"{key} of group {index}", value_text(_plain(group[key]))
     yield f"parameters of group {index}", str(len(group["params"]))
     for at, parameter in enumerate(group["params"]):
         name = names.get(id(parameter)) or f"a tensor of shape {list(parameter.shape)}"
@@ -203,9 +205,9 @@ def _group(
 
 
 def _plain(value: Any) -> object:
-    """The part of a setting that can be compared: values, and of anything else the class."""
+    """The comparable part of a setting: values, and for anything else the class."""
     if isinstance(value, torch.Tensor):
-        few = not isinstance(value, DTensor) and not value.is_meta and value.numel() <= FEW
+        few = not isinstance(value, DTensor) and not value.is_meta and value.numel() <= MAX_ELEMENTS
         return value.tolist() if few else f"{list(value.shape)} {value.dtype}"
     if isinstance(value, (list, tuple)):
         return tuple(_plain(each) for each in cast(Sequence[Any], value))
@@ -217,23 +219,22 @@ def _class(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _require_same(parts: Sequence[Mapping[str, str]], what: str, remedy: str) -> None:
-    """Of each part the first difference is named; a hash is all that is exchanged if there is none."""
+def _check_same_facts(parts: Sequence[Mapping[str, str]], what: str, remedy: str) -> None:
+    """Name the first difference of each part; only a hash is exchanged if there is none."""
     own = [list(part.items()) for part in parts]
-    if is_equal_on_all_ranks(stable_hash(own)):
+    world = World()
+    if len(set(world.gather(stable_hash(own)))) == 1:
         return
-    world = dist.group.WORLD
-    assert world is not None
-    every = gather_lists(own, world)
+    every = world.gather(own)
     found = [next(differences([dict(found[at]) for found in every]), "") for at in range(len(own))]
     listed = "; ".join(filter(None, found)) or _order([found[0] for found in every])
     raise ConfigError(f"ranks have different {what}: {listed}. {remedy}")
 
 
 def _order(every: Sequence[Sequence[tuple[str, str]]]) -> str:
-    """Where the same facts come in another order: the names from the first one on that is elsewhere."""
+    """The names from the first fact on that has another position, if the facts are the same."""
     names = [[name for name, _ in found] for found in every]
     at = next(i for i in range(len(names[0])) if len({each[i] for each in names}) > 1)
     return (
-        f"order of parameters ({told_by_ranks([', '.join(each[at : at + 2]) for each in names])})"
+        f"order of parameters ({values_by_rank([', '.join(each[at : at + 2]) for each in names])})"
     )

@@ -1,4 +1,4 @@
-"""Ranks that start with other settings, or another version of the code, are told so before they wait."""
+"""Checks that ranks have the same settings and version of the code, before they wait for each other."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 import lightning_cp
-from lightning_cp.comm.consensus import gather_lists
+from lightning_cp.comm.consensus import World, gather_objects
 from lightning_cp.config import StrategyConfig
 from lightning_cp.errors import ConfigError
 from lightning_cp.watchdog.watch import SWITCH
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 LONGEST = 200
-"""Characters of a value that are shown."""
+"""Limit of characters of a value in a message."""
 _OWN = ("profile_folder",)
-"""Settings that each rank may have to itself."""
+"""Settings that may differ between ranks."""
 _TRAINER = (
     *("precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
     *("max_epochs", "max_steps", "limit_train_batches", "limit_val_batches", "val_check_interval"),
@@ -38,24 +38,20 @@ _TRAINER = (
 )
 
 
-def require_same_start(
+def check_same_start(
     settings: StrategyConfig, trainer: Any = None, more: Mapping[str, object] | None = None
 ) -> None:
-    """Compare what the ranks were started with; all of them must come here.
+    """Check that ranks were started with the same values. Collective.
 
     Args:
         settings: the strategy's.
-        trainer: whose own settings are compared as well.
-        more: what else has to be equal, by the name that a user knows it by.
+        trainer: its settings are compared as well.
+        more: other values that must be equal, by the names that users know.
 
     Raises:
-        ConfigError: on every rank, naming the first thing that differs, and the ranks.
+        ConfigError: on every rank, naming the first difference, and the ranks.
     """
-    world = dist.group.WORLD
-    assert world is not None
-    own = list(facts(settings, trainer, more or {}).items())
-    every = [dict(pairs) for pairs in gather_lists(own, world)]
-    for found in differences(every):
+    for found in differences(World().gather(facts(settings, trainer, more or {}))):
         raise ConfigError(_differs(found))
 
 
@@ -64,11 +60,11 @@ def differences(every: Sequence[Mapping[str, str]]) -> Iterator[str]:
     for name in dict.fromkeys(name for found in every for name in found):
         values = [found.get(name, "missing") for found in every]
         if len(set(values)) > 1:
-            yield f"{name} ({told_by_ranks(values)})"
+            yield f"{name} ({values_by_rank(values)})"
 
 
-def told_by_ranks(values: Sequence[str]) -> str:
-    """Every rank's value, those that have the same one together."""
+def values_by_rank(values: Sequence[str]) -> str:
+    """Each value with the ranks that have it."""
     by_value: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         by_value.setdefault(value, []).append(rank)
@@ -82,43 +78,43 @@ def told_by_ranks(values: Sequence[str]) -> str:
 def facts(
     settings: StrategyConfig, trainer: Any = None, more: Mapping[str, object] = MappingProxyType({})
 ) -> dict[str, str]:
-    """The values that have to be equal, the most telling first."""
+    """The values that must be equal, the most informative first."""
     versions = {
         "lightning_cp version": lightning_cp.__version__,
         "torch version": torch.__version__,
         "lightning version": lightning.__version__,
         "Python version": platform.python_version(),
         "lightning_cp source": _source(),
-        SWITCH: shown("off" if os.environ.get(SWITCH) == "0" else "on"),
+        SWITCH: value_text("off" if os.environ.get(SWITCH) == "0" else "on"),
     }
     names = [item.name for item in fields(settings) if item.name not in _OWN]
-    chosen = {name: shown(getattr(settings, name)) for name in names}
+    chosen = {name: value_text(getattr(settings, name)) for name in names}
     of_trainer = _TRAINER if trainer is not None else ()
-    told = {f"Trainer({name}=)": shown(getattr(trainer, name, None)) for name in of_trainer}
+    told = {f"Trainer({name}=)": value_text(getattr(trainer, name, None)) for name in of_trainer}
     stage = {"Trainer.fit, validate, ...": str(trainer.state.fn)} if trainer is not None else {}
-    besides = {name: shown(value) for name, value in more.items()}
+    besides = {name: value_text(value) for name, value in more.items()}
     return {**stage, **versions, **chosen, **besides, **told}
 
 
-def shown(value: object) -> str:
-    """The same on ranks that mean the same, and another one on ranks that do not, however long it is."""
-    text = _told(value)
+def value_text(value: object) -> str:
+    """Text of a value, equal exactly on ranks with the same value, shortened if it is long."""
+    text = _text(value)
     if len(text) <= LONGEST:
         return text
     hashed = hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).hexdigest()
     return f"{text[:LONGEST]}... (hash {hashed})"
 
 
-def _told(value: object) -> str:
-    """As ``repr``, without addresses of objects and the order of sets, which every process has its own of."""
+def _text(value: object) -> str:
+    """The ``repr`` without addresses of objects and the order of sets, which differ between processes."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_told(k)}: {_told(x)}" for k, x in value.items()) + "}"
+        return "{" + ", ".join(f"{_text(k)}: {_text(x)}" for k, x in value.items()) + "}"
     if isinstance(value, (set, frozenset)):
-        return "{" + ", ".join(sorted(map(_told, value))) + "}"
+        return "{" + ", ".join(sorted(map(_text, value))) + "}"
     if type(value) in (list, tuple):
-        return "(" + ", ".join(map(_told, cast(Sequence[object], value))) + ")"
+        return "(" + ", ".join(map(_text, cast(Sequence[object], value))) + ")"
     if isinstance(value, partial):
-        return f"partial({_told((value.func, value.args, value.keywords))})"
+        return f"partial({_text((value.func, value.args, value.keywords))})"
     name = getattr(value, "__qualname__", None)
     if callable(value) and name is not None:
         return f"{getattr(value, '__module__', '')}.{name}"
@@ -127,7 +123,7 @@ def _told(value: object) -> str:
 
 @cache
 def _source() -> str:
-    """A checksum of this package's code: an installation to edit keeps its version."""
+    """A checksum of this package's code: an editable installation keeps its version."""
     root = Path(lightning_cp.__file__).parent
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(root.rglob("*.py")):
@@ -142,35 +138,37 @@ def _differs(found: str) -> str:
     )
 
 
-# Settings of an optimizer's next step, which have to be the same on all ranks that train one model.
+# Settings of an optimizer's next step, which must be the same on all ranks that train one model.
 #
-# Ranks with other learning rates train parts of what is no model, or copies that drift apart: a scheduler
-# that follows a value of its own rank does that, without an error anywhere.
+# Different learning rates would train shards that do not fit together, or copies that drift apart, without an
+# error. A scheduler that depends on a value of its rank causes that.
 
 
 def numbers_of(optimizer: Optimizer) -> bytes:
-    """The numbers of its groups, at every step: equal ones are equal here, as 1 and 1.0 are."""
-    return array("d", (x for _, _, numbers in _settings(optimizer) for x in numbers)).tobytes()
+    """The numbers of an optimizer's groups for the vote of each step; 1 and 1.0 are equal."""
+    return array("d", [x for _, _, numbers in _settings(optimizer) for x in numbers]).tobytes()
 
 
 def settings_of(optimizer: Optimizer) -> list[tuple[str, str]]:
-    """The same with names, for people."""
+    """The same numbers with names, for messages."""
     return [
         (f"{key} of group {at}", ", ".join(repr(float(x)) for x in numbers))
         for at, key, numbers in _settings(optimizer)
     ]
 
 
-def _settings(optimizer: Optimizer) -> Iterator[tuple[int, str, tuple[float, ...]]]:
-    """By group and key; those on a device are left alone, as reading them would wait for it."""
+def _settings(optimizer: Optimizer) -> list[tuple[int, str, tuple[float, ...]]]:
+    """Numbers by group and key; tensors on a device are skipped, since reading them would wait for it."""
+    found: list[tuple[int, str, tuple[float, ...]]] = []
     for at, group in enumerate(optimizer.param_groups):
         for key, x in group.items():
-            if type(x) in _USUAL:  # looked up, not asked: recipes have hundreds of groups
-                yield at, key, (x,)
+            if type(x) in _USUAL:  # a lookup is quick: recipes have hundreds of groups
+                found.append((at, key, (x,)))
             elif key != "params" and x is not None:
                 every = x if isinstance(x, (tuple, list)) else (x,)
                 if all(map(_is_number, every)):
-                    yield at, key, tuple(map(float, every))
+                    found.append((at, key, tuple(map(float, every))))
+    return found
 
 
 _USUAL = {float, int, bool}
@@ -184,18 +182,18 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, Real)
 
 
-def refuse_settings(step: int, optimizer: Optimizer, group: dist.ProcessGroup) -> NoReturn:
-    """Say in which settings ranks differ. Collective.
+def raise_setting_mismatch(step: int, optimizer: Optimizer, group: dist.ProcessGroup) -> NoReturn:
+    """Raise for the settings in which ranks differ. Collective.
 
     Args:
         step: the number of the optimizer step.
-        optimizer: which is about to step.
-        group: ranks that have voted, and do not have the same.
+        optimizer: the optimizer of this step.
+        group: ranks that have voted, with different settings.
 
     Raises:
         ConfigError: on every rank.
     """
-    every = [dict(found) for found in gather_lists(settings_of(optimizer), group)]
+    every = gather_objects(dict(settings_of(optimizer)), group)
     found = next(differences(every), "settings")
     raise ConfigError(
         f"step {step}: the optimizers of ranks have different {found}. All ranks train one model, so they "

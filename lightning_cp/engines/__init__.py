@@ -1,1 +1,3 @@
-"""Engines (ddp, fsdp, hsdp, zero1, tensor parallelism): where the model is, and the mean of its gradients."""
+"""Engines (ddp, fsdp, hsdp, zero1, tensor parallelism): placement of a model and the mean of its
+gradients.
+"""

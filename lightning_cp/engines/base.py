@@ -1,4 +1,6 @@
-"""Engines: how parameters and gradients are kept in step over the ranks that train one model."""
+"""The interface of engines, which synchronise parameters and gradients over the ranks that train one
+model.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,19 @@ if TYPE_CHECKING:
 class Engine(Protocol):
     """Wraps a module so that gradients come out as the mean over the ``loss`` group."""
 
-    before_data: Callable[[], object]
-    """What to call before ranks exchange parameters in a model's forward."""
+    before_exchange: Callable[[], object]
+    """Called before ranks exchange parameters in a model's forward."""
 
     @property
     def name(self) -> str:
-        """The value of ``data_parallel=`` that selects it."""
+        """The value of ``data_parallel=`` that selects this engine."""
         ...
 
     @property
     def shards(self) -> bool:
-        """Parameters become DTensors in place: also where nothing is trained, and clipped by us."""
+        """True if parameters become DTensors in place. The engine then moves the module and clips gradients
+        itself.
+        """
         ...
 
     def wrap(
@@ -41,73 +45,72 @@ class Engine(Protocol):
         options: Mapping[str, Any],
         methods: Sequence[str] = ("forward",),
     ) -> nn.Module:
-        """The module to call instead of ``module``; parameters equal on all ranks afterwards.
+        """Wrap ``module`` and return the module to call; afterwards parameters are equal on all ranks.
 
         Args:
-            module: the user's; an engine that ``shards`` moves it to the device by itself.
+            module: the user's; an engine that ``shards`` moves it to the device itself.
             mesh: the process groups.
-            device: where it computes.
-            options: what is DistributedDataParallel's own among the strategy's arguments.
-            methods: those of the module that are steps; a backward may follow these.
+            device: the device that computes.
+            options: the strategy's arguments for DistributedDataParallel.
+            methods: names of the module's step methods; a backward may follow each of them.
         """
         ...
 
-    def adopt(self, optimizer: Optimizer) -> None:
-        """Have an optimizer that was made before its model was wrapped step the parameters there are now."""
+    def remap_optimizer(self, optimizer: Optimizer) -> None:
+        """Have an optimizer that was made before wrapping step the current parameters."""
         ...
 
     def accumulating(self, wrapped: nn.Module) -> AbstractContextManager[None]:
-        """A block whose backward passes leave gradients on their ranks, to be averaged with a later one."""
+        """A block whose backward passes leave gradients unsynchronised; a later backward averages them."""
         ...
 
-    def follow(
+    def rewrap(
         self,
         wrapped: nn.Module,
         mesh: ContextParallelMesh,
         device: torch.device,
         options: Mapping[str, Any],
     ) -> nn.Module:
-        """The module to call instead of ``wrapped`` once ``is_current`` says no, also within a step."""
-        ...
-
-    def rejoin(self, wrapped: nn.Module, loss: torch.Tensor) -> None:
-        """After ``follow`` within a step: have the gradients of the coming backward averaged."""
-        ...
-
-    def expect(self, loss: torch.Tensor) -> None:
-        """Before backward: have the gradients of this pass averaged too, whichever it is."""
-        ...
-
-    def require_averaged(self) -> None:
-        """After backward: complete gradients, and refuse those that stayed on their ranks."""
-        ...
-
-    def aside(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A block whose steps do not belong to the run: an engine that does not shard remembers none of
-        them, and leaves their gradients on their ranks.
+        """Return the module to call instead of ``wrapped`` once ``is_current`` is False, also within a
+        step.
         """
         ...
 
-    def unreduced(self) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
-        """Parameters with gradients of this rank alone, where these are not in ``grad`` yet."""
+    def prepare_backward_after_rewrap(self, wrapped: nn.Module, loss: torch.Tensor) -> None:
+        """Average the gradients of the coming backward, after a new wrapper was made within a step."""
         ...
 
-    def kept_back(self, parameters: Iterable[torch.Tensor]) -> int:
-        """The number of them with gradients that are this rank's alone, as ``accumulating`` has left them.
+    def prepare_backward(self, loss: torch.Tensor) -> None:
+        """Before each backward: have the gradients of this pass averaged too."""
+        ...
 
-        All ranks come here together.
+    def finish_backward(self) -> None:
+        """After backward: complete gradients, and raise if some were not averaged."""
+        ...
+
+    def isolated(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A block whose steps leave no trace in the run: no gradient is averaged or recorded by an engine
+        that does not shard.
         """
         ...
 
-    def after_step(self) -> None:
-        """An optimizer has changed parameters, maybe within a step of the model."""
+    def unreduced_gradients(self) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
+        """Parameters with unreduced gradients of this rank that are not in ``grad`` yet."""
+        ...
+
+    def count_unsynced(self, parameters: Iterable[torch.Tensor]) -> int:
+        """Count the parameters whose gradients ``accumulating`` left unsynchronised. Collective."""
+        ...
+
+    def after_optimizer_step(self) -> None:
+        """Called after an optimizer has changed parameters, maybe within a step of the model."""
         ...
 
     def is_current(self, module: nn.Module) -> bool:
-        """True if the wrapper still serves the parameters that are trained now."""
+        """True if the wrapper serves the parameters that are trained now."""
         ...
 
-    def left_out(self, module: nn.Module) -> list[str]:
+    def frozen_at_wrap(self, module: nn.Module) -> list[str]:
         """Names of parameters that are trained now, but were frozen when their module was wrapped."""
         ...
 
@@ -118,7 +121,7 @@ class Engine(Protocol):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
-        """Scale gradients so that their norm, that of one process, is at most ``max_norm``; the norm."""
+        """Scale gradients so that their global norm is at most ``max_norm``; return the norm before."""
         ...
 
     def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
@@ -127,11 +130,11 @@ class Engine(Protocol):
 
 
 def engine(settings: StrategyConfig, hook: CommHook) -> Engine:
-    """The engine that ``data_parallel=`` asks for; the settings have checked the name.
+    """The engine that ``data_parallel=`` selects; the settings have checked the name.
 
     Args:
-        settings: the user's.
-        hook: how ``ddp`` averages gradients.
+        settings: the user's settings.
+        hook: the communication hook with which ``ddp`` averages gradients.
     """
     if settings.data_parallel == "ddp":
         from lightning_cp.engines.ddp import DDPEngine

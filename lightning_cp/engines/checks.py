@@ -1,4 +1,4 @@
-"""Settings of engines that contradict each other, or that an engine does not have."""
+"""Checks of an engine's settings: contradictions, and settings that an engine does not have."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_cp.config import StrategyConfig, check_module_names
+from lightning_cp.config import ShardingSettings, StrategyConfig, check_module_names
 from lightning_cp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def check_engine(settings: StrategyConfig) -> None:
-    """Refuse settings that the engine does not have.
+    """Check that the selected engine has these settings.
 
     Raises:
         ConfigError: naming what works.
@@ -27,17 +27,12 @@ def check_engine(settings: StrategyConfig) -> None:
     _check_replicas(settings)
     _check_bucket(settings)
     _check_wrapping(settings)
-    if type(settings.cpu_offload) is not bool:
-        raise ConfigError(
-            f"cpu_offload must be True or False, got {settings.cpu_offload!r}. "
-            "Leave it out for False."
-        )
-    precision_of(settings.mixed_precision)
+    mixed_precision_policy(settings.mixed_precision)
     if settings.data_parallel in SHARDING:
         return
-    for name, unset in (("wrap_modules", None), ("mixed_precision", None), ("cpu_offload", False)):
+    for name in ("wrap_modules", "mixed_precision", "cpu_offload"):
         value = getattr(settings, name)
-        if value != unset:
+        if value != getattr(ShardingSettings, name):
             raise ConfigError(
                 f"{name}={value!r} is for engines that shard parameters, got data_parallel='ddp', which "
                 f"keeps the whole model on every rank. Use data_parallel='fsdp', 'hsdp' or 'zero1', or leave "
@@ -48,8 +43,8 @@ def check_engine(settings: StrategyConfig) -> None:
 _INSTEAD = {"mixed_precision": " and pass precision='bf16-mixed' to the Trainer or Fabric"}
 
 
-def precision_of(value: Any) -> MixedPrecisionPolicy:
-    """The policy that ``mixed_precision=`` stands for: computing in a dtype, adding gradients in float32.
+def mixed_precision_policy(value: Any) -> MixedPrecisionPolicy:
+    """The policy for ``mixed_precision=``: compute in the given dtype, reduce gradients in float32.
 
     Raises:
         ConfigError: neither a policy nor the name of a dtype.

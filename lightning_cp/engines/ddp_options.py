@@ -1,12 +1,13 @@
-"""A user's communication hook: how DistributedDataParallel's gradients get from rank to rank.
+"""DistributedDataParallel's options: a user's communication hook, and bucket sizes.
 
-It takes the place of our sum and division, of which there can be one. Where ranks share samples it has to
-give the mean over all ranks: what one of them holds is a part of a gradient, not one of fewer samples.
+A user's hook replaces our sum and division, since there can be only one. It must give the mean over all
+ranks: where ranks share samples, each holds a part of one gradient, not a gradient of fewer samples.
 """
 
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cp.comm.reduce import start_all_reduce
-from lightning_cp.config import StrategyConfig, check_known_arguments
+from lightning_cp.config import GROUPS, StrategyConfig
 from lightning_cp.engines.checks import PER_PARAMETER
 from lightning_cp.errors import ConfigError
 
@@ -26,7 +27,7 @@ from lightning_cp.errors import ConfigError
 
 
 _ONE_BYTE = 2.0**-20
-"""In MiB: every parameter fills a bucket of that size."""
+"""In MiB: each parameter fills a bucket of this size."""
 
 
 def bucket_options(bucket_cap_mb: float | str | None) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def bucket_options(bucket_cap_mb: float | str | None) -> dict[str, Any]:
 def sum_then_divide(
     group: dist.ProcessGroup, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """A bucket's gradients, added over the ranks and then divided by their number.
+    """The gradients of a bucket, summed over the ranks and then divided by their number.
 
     DistributedDataParallel by itself divides first, which rounds every rank's part.
     """
@@ -48,12 +49,14 @@ def sum_then_divide(
 
 
 ARGUMENTS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")
-"""As Lightning's ``DDPStrategy`` of the Trainer names them; Fabric's takes them too, if it is ours."""
+"""Arguments of the hook, named as in Lightning's ``DDPStrategy`` of the Trainer. Fabric's twin takes them
+too.
+"""
 
 
 @dataclass(frozen=True)
 class CommHook:
-    """The hook that was asked for, or none: then gradients are added and divided, exactly."""
+    """The user's communication hook. Without one, gradients are summed and then divided."""
 
     hook: Callable[..., Any] | None = None
     state: object = None
@@ -61,11 +64,11 @@ class CommHook:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], cp_size: int | None) -> "CommHook":
-        """The one among a strategy's arguments.
+        """The hook among a strategy's arguments.
 
         Args:
-            arguments: the strategy's.
-            cp_size: ranks that share a sample; ``None``: not known yet.
+            arguments: the strategy's arguments.
+            cp_size: ranks that share a sample; ``None`` if not known yet.
 
         Raises:
             ConfigError: a part of a hook without the hook, or one that leaves ranks with other gradients.
@@ -78,13 +81,13 @@ class CommHook:
                 f"{'them' if len(given) > 1 else 'it'} out."
             )
         if cp_size != 1:
-            _require_mean(hook, state)
+            _check_mean(hook, state)
             if arguments.get("model_averaging_period") is not None:
-                raise ConfigError(f"model_averaging_period: {_APART}")
+                raise ConfigError(f"model_averaging_period: {_GROUPED}")
         return cls(hook, state, wrapper)
 
     def register(self, wrapped: DistributedDataParallel, group: dist.ProcessGroup) -> None:
-        """Have gradients averaged by it; ``group`` are all ranks that train the model.
+        """Register the hook; ``group`` holds all ranks that train the model.
 
         Raises:
             ConfigError: what DistributedDataParallel or this device refuses, or a hook over fewer ranks.
@@ -92,7 +95,7 @@ class CommHook:
         if self.hook is None:
             wrapped.register_comm_hook(group, sum_then_divide)
             return
-        _require_all_ranks(self.state, group)
+        _check_all_ranks(self.state, group)
         hook = self.hook if self.wrapper is None else self.wrapper(self.hook)
         try:
             wrapped.register_comm_hook(self.state, hook)
@@ -104,7 +107,7 @@ class CommHook:
             ) from refused
 
 
-def _require_mean(hook: Callable[..., Any] | None, state: object) -> None:
+def _check_mean(hook: Callable[..., Any] | None, state: object) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
         PostLocalSGDState,
@@ -118,11 +121,11 @@ def _require_mean(hook: Callable[..., Any] | None, state: object) -> None:
             "fp16_compress_hook. With context_parallel_size=1 it is DistributedDataParallel's."
         )
     if hook is post_localSGD_hook or isinstance(state, PostLocalSGDState):
-        raise ConfigError(f"ddp_comm_hook={_name(hook)}: {_APART}")
+        raise ConfigError(f"ddp_comm_hook={_name(hook)}: {_GROUPED}")
 
 
-def _require_all_ranks(state: object, group: dist.ProcessGroup) -> None:
-    """Hooks have their group as their state, or in it; ``None`` is the world."""
+def _check_all_ranks(state: object, group: dist.ProcessGroup) -> None:
+    """Check the group that a hook has as its state, or in it; ``None`` is the world."""
     own = getattr(state, "process_group", state)
     if isinstance(own, dist.ProcessGroup) and own.size() != group.size():
         raise ConfigError(
@@ -135,7 +138,7 @@ def _name(hook: object) -> str:
     return getattr(hook, "__qualname__", repr(hook))
 
 
-_APART = (
+_GROUPED = (
     "local SGD lets ranks step apart and averages their weights later, but ranks that share a sample hold "
     "parts of one gradient. Leave it out; accumulate_grad_batches reduces less often, and fp16_compress_hook "
     "sends half. With context_parallel_size=1 no sample is shared, and local SGD works."
@@ -146,7 +149,7 @@ _APART = (
 
 
 def without_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that say something: LightningCLI passes every argument that it finds, at its default."""
+    """Options that differ from their defaults: LightningCLI passes every argument that it knows."""
     parameters = inspect.signature(DistributedDataParallel).parameters
     return {
         name: value
@@ -155,17 +158,25 @@ def without_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def require_known(options: Mapping[str, Any]) -> None:
-    """Refuse what is left of the strategy's arguments unless DistributedDataParallel takes it.
+def check_known_options(options: Mapping[str, Any]) -> None:
+    """Check that DistributedDataParallel takes these remaining arguments of the strategy.
 
     Raises:
-        ConfigError: naming what it does not take, before any process starts.
+        ConfigError: naming what it does not take and the nearest known names, before any process starts.
     """
-    known = _arguments(DistributedDataParallel) - {"module", "device_ids", "process_group"}
-    check_known_arguments(
-        sorted(set(options) - known),
-        [item.name for item in fields(StrategyConfig)],
-        sorted(known | _arguments(DDPStrategy)),
+    passed_on = _arguments(DistributedDataParallel) - {"module", "device_ids", "process_group"}
+    unknown = sorted(set(options) - passed_on)
+    if not unknown:
+        return
+    settings = [item.name for item in fields(StrategyConfig)]
+    known = [*settings, *GROUPS, *sorted(passed_on | _arguments(DDPStrategy))]
+    nearest = {name: get_close_matches(name, known, n=1) for name in unknown}
+    hints = [
+        f" Did you mean {near[0]} instead of {name}?" for name, near in nearest.items() if near
+    ]
+    raise ConfigError(
+        f"unknown argument(s) {', '.join(unknown)}.{''.join(hints)} Settings of this strategy: "
+        f"{', '.join(settings)}. Others are DDPStrategy's, such as find_unused_parameters."
     )
 
 
@@ -173,16 +184,16 @@ def _arguments(made: type) -> set[str]:
     return set(inspect.signature(made).parameters) - {"kwargs"}
 
 
-def require_ddp(data_parallel: str, options: Mapping[str, Any], hook: Mapping[str, Any]) -> None:
-    """Refuse DistributedDataParallel's own options with another engine.
+def check_ddp_only(data_parallel: str, options: Mapping[str, Any], hook: Mapping[str, Any]) -> None:
+    """Check that DistributedDataParallel's options are given only with the ``ddp`` engine.
 
     Args:
-        data_parallel: the engine.
-        options: what was passed for DistributedDataParallel.
-        hook: what was passed for its communication hook.
+        data_parallel: the name of the engine.
+        options: DistributedDataParallel's options.
+        hook: the options of its communication hook.
 
     Raises:
-        ConfigError: naming them.
+        ConfigError: naming the options.
     """
     given = [*options, *(name for name, value in hook.items() if value is not None)]
     if data_parallel == "ddp" or not given:

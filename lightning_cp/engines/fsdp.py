@@ -31,11 +31,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_cp.checkpoint.pretrained.meta_init import initialise, is_on_meta
+from lightning_cp.checkpoint.pretrained.meta_init import initialise
 from lightning_cp.comm.reduce import broadcast_tensors
 from lightning_cp.config import StrategyConfig
-from lightning_cp.engines.checks import precision_of
-from lightning_cp.engines.fsdp_gradients import Root
+from lightning_cp.engines.checks import mixed_precision_policy
+from lightning_cp.engines.fsdp_gradients import FsdpGradients
 from lightning_cp.engines.fsdp_internals import enter_backward, keep_methods, two_dimensional
 from lightning_cp.engines.gradients import clip_norm, clip_value
 from lightning_cp.engines.tensor_parallel import share_layers
@@ -43,16 +43,16 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.layout.axes import Axis, Flat
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.models.blocks import blocks_of, matches
-from lightning_cp.utils.dtensor import local_part
+from lightning_cp.utils.dtensor import is_on_meta, local_part
 from lightning_cp.utils.module_hooks import add_hook
 
-# Successors of parameters: those that optimizers of a model that was sharded step and zero.
+# Optimizers made before their model was sharded, and the parameters that they step and zero.
 
 
 class _Sharded(NamedTuple):
-    """A parameter that was sharded, and where to find what was made of it.
+    """A parameter before sharding, and the place of its sharded version.
 
-    Not what was made itself: PyTorch cannot move DTensors that somebody has a weak reference to.
+    A weak reference to the sharded parameter is no option: PyTorch cannot move DTensors that have one.
     """
 
     before: weakref.ref[nn.Parameter]
@@ -60,29 +60,29 @@ class _Sharded(NamedTuple):
     name: str
 
 
-class Successors:
-    """Of all modules that one engine has sharded."""
+class ShardedParameters:
+    """The sharded versions of parameters, for all modules that one engine has sharded."""
 
     def __init__(self) -> None:
-        self._sharded: dict[int, _Sharded] = {}  # by id of what was there before
+        self._sharded: dict[int, _Sharded] = {}  # by id of the parameter before sharding
 
-    def note(self, module: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
-        """A module was sharded; ``before`` are the parameters that it had, by name."""
+    def record(self, module: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
+        """Record a module that was sharded; ``before`` are its former parameters by name."""
         at = weakref.ref(module)
         self._sharded.update({id(p): _Sharded(weakref.ref(p), at, n) for n, p in before.items()})
 
-    def put_into(self, optimizer: Optimizer, engine: str) -> None:
-        """Have an optimizer step sharded parameters in the place of those that they were made of.
+    def apply_to(self, optimizer: Optimizer, engine: str) -> None:
+        """Replace an optimizer's parameters by their sharded versions.
 
         Args:
             optimizer: the user's.
-            engine: for the message.
+            engine: the name of the engine, for the message.
 
         Raises:
             ConfigError: the optimizer has stepped already, with whole parameters.
         """
         for group in optimizer.param_groups:
-            now = [self._now(p) for p in group["params"]]
+            now = [self._sharded_version(p) for p in group["params"]]
             if any(
                 a is not b and b in optimizer.state
                 for a, b in zip(now, group["params"], strict=True)
@@ -93,20 +93,21 @@ class Successors:
                 )
             group["params"] = now
 
-    def _now(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The successor of a parameter; itself, if it has none."""
+    def _sharded_version(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The sharded version of a parameter; the parameter itself if there is none."""
         known = self._sharded.get(id(parameter))
         module = known.module() if known is not None and known.before() is parameter else None
         return parameter if known is None or module is None else module.get_parameter(known.name)
 
 
-def dropping_when_zeroed(optimizer: Optimizer, drop: Callable[[set[int]], object]) -> None:
-    """Have ``zero_grad`` drop too what ranks keep elsewhere than in ``grad``.
+def hook_zero_grad(optimizer: Optimizer, drop: Callable[[set[int]], object]) -> None:
+    """Have ``zero_grad`` drop also the gradients that ranks hold outside of ``grad``.
 
-    By its class and not on the object: Lightning's wrappers inherit from the class, and call that one's.
+    The change is made to the optimizer's class, not the object: Lightning's wrappers inherit from the class,
+    and call its method.
 
     Args:
-        optimizer: is of a class of its own afterwards, which is nothing but that.
+        optimizer: gets a subclass of its class, with this one method.
         drop: called with the ids of parameters whose gradients were zeroed.
     """
     kind = type(optimizer)
@@ -119,34 +120,35 @@ def dropping_when_zeroed(optimizer: Optimizer, drop: Callable[[set[int]], object
     optimizer.__class__ = type(kind.__name__, (kind,), own)
 
 
-# Units of modules that are sharded, gathered and freed together: a model's blocks, and the rest.
+# Wrapping units: modules that are sharded, gathered and freed together. They are a model's blocks, and the
+# remainder.
 #
-# Lists within a block (experts, adapters) stay part of it, since ranks may each use others of them, and
-# gathering one takes all ranks.
+# Lists within a block (experts, adapters) stay part of it: ranks may use different members, and gathering one
+# takes all ranks.
 
 
 _Place = tuple[str, nn.Module, int]
 """A parameter's dotted name, the module that holds it, and its id."""
 
 
-def units_of(model: nn.Module, wanted: str | Sequence[str] | None) -> list[nn.Module]:
-    """The modules to be wrapped one by one, innermost first; the model itself is not among them.
+def wrap_units(model: nn.Module, wanted: str | Sequence[str] | None) -> list[nn.Module]:
+    """The modules to wrap one by one, innermost first, without the model itself.
 
     Args:
         model: the user's.
-        wanted: class names or patterns of dotted names; ``None`` finds the blocks.
+        wanted: class names or patterns of dotted names; ``None`` selects the blocks.
 
     Raises:
         ConfigError: something wanted matches no module, or shares a parameter with a module outside of it.
     """
-    several = _in_several(model)
+    several = _shared_parameters(model)
     if wanted is None:
         return [unit for unit in blocks_of(model) if not _shared_outside(unit, several)]
     found: dict[str, nn.Module] = {}
     for each in [wanted] if isinstance(wanted, str) else wanted:
         named = {name: m for name, m in model.named_modules() if name and matches(each, name, m)}
         if not named:
-            raise ConfigError(_nothing(each, model))
+            raise ConfigError(_no_match(each, model))
         found.update(named)
     for name, unit in found.items():
         shared = _shared_outside(unit, several)
@@ -159,7 +161,7 @@ def units_of(model: nn.Module, wanted: str | Sequence[str] | None) -> list[nn.Mo
     return [found[name] for name in deepest_first]
 
 
-def _nothing(wanted: str, model: nn.Module) -> str:
+def _no_match(wanted: str, model: nn.Module) -> str:
     blocks = sorted({type(unit).__name__ for unit in blocks_of(model)})
     classes = Counter(
         type(m).__name__ for m in model.modules() if any(True for _ in m.parameters())
@@ -171,8 +173,8 @@ def _nothing(wanted: str, model: nn.Module) -> str:
     )
 
 
-def _in_several(model: nn.Module) -> list[_Place]:
-    """Where the parameters are that more than one module holds."""
+def _shared_parameters(model: nn.Module) -> list[_Place]:
+    """The parameters that more than one module holds, with each place."""
     places = [
         (f"{name}.{key}" if name else key, module, id(parameter))
         for name, module in model.named_modules()
@@ -183,7 +185,7 @@ def _in_several(model: nn.Module) -> list[_Place]:
 
 
 def _shared_outside(unit: nn.Module, shared: Sequence[_Place]) -> str:
-    """The name of a parameter of ``unit`` that the rest of the model holds too; ``""`` if there is none."""
+    """The name of a parameter of ``unit`` that modules outside of it hold too; ``""`` if there is none."""
     if not shared:
         return ""
     inside = set(unit.modules())
@@ -195,16 +197,18 @@ def _shared_outside(unit: nn.Module, shared: Sequence[_Place]) -> str:
 
 
 class ShardedEngine:
-    """FSDP2; ``zero1`` keeps parameters whole until backward is over, and shards what remains."""
+    """FSDP2; ``zero1`` keeps parameters gathered until backward has ended, and shards the rest of the
+    state.
+    """
 
     shards = True
 
     def __init__(self, settings: StrategyConfig) -> None:
         self.name = settings.data_parallel
-        self.before_data: Callable[[], object] = list  # nobody wants to know
+        self.before_exchange: Callable[[], object] = list  # no listener
         self._settings = settings
-        self._roots: list[Root] = []
-        self._successors = Successors()
+        self._roots: list[FsdpGradients] = []
+        self._successors = ShardedParameters()
 
     def wrap(
         self,
@@ -228,15 +232,15 @@ class ShardedEngine:
                 "new module, and load its weights from a checkpoint if they are to be kept."
             )
         before = dict(module.named_parameters())
-        share_layers(module, mesh, self._settings.tensor_parallel_plan, self.before_data)
+        share_layers(module, mesh, self._settings.tensor_parallel_plan, self.before_exchange)
         self._shard(module, mesh, device)
-        self._successors.note(module, before)
-        root = Root(module, mesh)
+        self._successors.record(module, before)
+        root = FsdpGradients(module, mesh)
         self._roots = [*self._alive(), root]
-        # Where no backward follows a forward, nothing would free what it has gathered.
+        # Without a backward after a forward, nothing would free the gathered parameters.
         after = root.after_forward if "forward" in methods else root.shard
         add_hook(module.register_forward_hook, lambda *_: after())
-        root.follow_calls(_callable_parts(module), lambda: self.before_data())
+        root.follow_calls(_callable_parts(module), lambda: self.before_exchange())
         zero = module.zero_grad
 
         def zero_grad(set_to_none: bool = True) -> None:
@@ -254,18 +258,18 @@ class ShardedEngine:
         scalars = {p for p in module.parameters() if not p.dim()}
         whole: dict[str, Any] = {
             "mesh": over,
-            "mp_policy": precision_of(self._settings.mixed_precision),
+            "mp_policy": mixed_precision_policy(self._settings.mixed_precision),
             "offload_policy": self._offload(device),
             "ignored_params": scalars,
         }
         done: set[int] = set()
-        for unit in [*units_of(module, self._settings.wrap_modules), module]:
+        for unit in [*wrap_units(module, self._settings.wrap_modules), module]:
             own = [x for x in _states(unit) if id(x) not in done and not x.is_meta]
             for x in own:
                 if x.device.type != device.type:
                     x.data = x.data.to(device)
             broadcast_tensors((local_part(x) for x in own), mesh.group(Flat.LOSS))
-            last = unit is module  # its parameters are needed again at once
+            last = unit is module  # backward needs its parameters next
             again = False if self.name == "zero1" else None if last else True
             users = type(unit)
             fully_shard(unit, reshard_after_forward=again, **whole)
@@ -292,9 +296,9 @@ class ShardedEngine:
         return CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        self.before_data()
+        self.before_exchange()
 
-    def _as_forward(self, root: Root, method: str) -> None:
+    def _as_forward(self, root: FsdpGradients, method: str) -> None:
         """Gather the module's own parameters around a method, as around its forward."""
         module = root.module
         assert module is not None
@@ -304,29 +308,29 @@ class ShardedEngine:
         def begins(*args: Any, **kwargs: Any) -> Any:
             root.begin_method()
             output = users(*args, **kwargs)
-            root.keep_changes()
+            root.apply_changes()
             return output
 
         setattr(module, method, begins)
         register_fsdp_forward_method(module, method)
         gathered = getattr(module, method)
 
-        @wraps(users)  # Lightning looks at what is wrapped, one layer deep
+        @wraps(users)  # Lightning inspects the wrapped method, one layer deep
         def step(*args: Any, **kwargs: Any) -> Any:
-            self.before_data()
+            self.before_exchange()
             with root.inside():
                 return gathered(*args, **kwargs)
 
         setattr(module, method, step)
 
-    def adopt(self, optimizer: Optimizer) -> None:
-        """Put sharded parameters in the place of those that they were made of, and zero all gradients.
+    def remap_optimizer(self, optimizer: Optimizer) -> None:
+        """Put sharded parameters into an optimizer in place of the former ones, and zero all gradients.
 
         Raises:
             ConfigError: the optimizer has stepped already, with whole parameters.
         """
-        self._successors.put_into(optimizer, self.name)
-        dropping_when_zeroed(optimizer, self._drop_unreduced)
+        self._successors.apply_to(optimizer, self.name)
+        hook_zero_grad(optimizer, self._drop_unreduced)
 
     def _drop_unreduced(self, zeroed: set[int]) -> None:
         for root in self._alive():
@@ -334,7 +338,7 @@ class ShardedEngine:
 
     @contextmanager
     def accumulating(self, wrapped: nn.Module) -> Iterator[None]:
-        """Leave gradients whole and on their ranks; zero1 keeps its parameters gathered too."""
+        """Leave gradients whole and unsynchronised; zero1 keeps its parameters gathered too."""
         assert isinstance(wrapped, FSDPModule)
         wrapped.set_requires_gradient_sync(False)
         if self.name == "zero1":
@@ -345,64 +349,68 @@ class ShardedEngine:
             wrapped.set_requires_gradient_sync(True)
             wrapped.set_reshard_after_backward(True)
 
-    def follow(
+    def rewrap(
         self,
         wrapped: nn.Module,
         mesh: ContextParallelMesh,
         device: torch.device,
         options: Mapping[str, Any],
     ) -> nn.Module:
-        """Frozen and unfrozen parameters stay where they are; which are added in which dtype may change."""
+        """Return the same module: parameters that were frozen or unfrozen stay in place. Their dtype of
+        reduction may change.
+        """
         for root in self._alive():
             if root.module is wrapped:
-                root.settle()
+                root.record_trained()
         return wrapped
 
-    def rejoin(self, wrapped: nn.Module, loss: torch.Tensor) -> None:
-        """Nothing was lost."""
-        self.expect(loss)
+    def prepare_backward_after_rewrap(self, wrapped: nn.Module, loss: torch.Tensor) -> None:
+        """Do nothing: no gradient was lost."""
+        self.prepare_backward(loss)
 
-    def expect(self, loss: torch.Tensor) -> None:
-        """Within a module's method its output does not exist yet, which tells FSDP2 that backward begins."""
+    def prepare_backward(self, loss: torch.Tensor) -> None:
+        """Register the backward of a step method: its output does not exist yet, from which FSDP2 sees a
+        backward.
+        """
         for root in self._alive():
             if not root.is_current():
-                root.settle()
+                root.record_trained()
             if root.entered and loss.requires_grad:
-                root.keep_changes()
+                root.apply_changes()
                 module = root.module
                 assert isinstance(module, FSDPModule)
                 loss.register_hook(lambda gradient, at=module: enter_backward(at, gradient))
 
-    def require_averaged(self) -> None:
-        """Average what FSDP2 leaves alone, and drop zeros in place of gradients that no rank had."""
+    def finish_backward(self) -> None:
+        """Average the gradients that FSDP2 leaves alone, and drop zeros where no rank had a gradient."""
         for root in self._alive():
             root.finish_backward()
 
-    def aside(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Parameters have to be gathered, so a step is as any other; it leaves nothing."""
+    def isolated(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A block that changes nothing: the step is an ordinary one, since parameters must be gathered."""
         return nullcontext()
 
-    def unreduced(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """The gradients that ``accumulating`` has left on this rank, whole."""
+    def unreduced_gradients(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """The whole gradients that ``accumulating`` has left unsynchronised on this rank."""
         for root in self._alive():
-            yield from root.unreduced()
+            yield from root.unreduced_gradients()
 
-    def kept_back(self, parameters: Iterable[torch.Tensor]) -> int:
-        """The number of those not reduced yet: an optimizer would not see their gradients at all."""
+    def count_unsynced(self, parameters: Iterable[torch.Tensor]) -> int:
+        """Count the parameters with unreduced gradients, which an optimizer would not see."""
         asked = {id(p) for p in parameters}
-        return sum(id(p) in asked for p, _ in self.unreduced())
+        return sum(id(p) in asked for p, _ in self.unreduced_gradients())
 
-    def after_step(self) -> None:
-        """What is gathered is out of date."""
+    def after_optimizer_step(self) -> None:
+        """Mark gathered parameters as out of date."""
         for root in self._alive():
-            root.after_step()
+            root.after_optimizer_step()
 
     def is_current(self, module: nn.Module) -> bool:
-        """True if the same parameters are trained as when this was asked last."""
+        """True if the same parameters are trained as at the last call."""
         return all(root.is_current() for root in self._alive() if root.module is module)
 
-    def left_out(self, module: nn.Module) -> list[str]:
-        """None: what is unfrozen is reduced from its next step on."""
+    def frozen_at_wrap(self, module: nn.Module) -> list[str]:
+        """Nothing: a parameter that is unfrozen is reduced from its next step on."""
         return []
 
     def clip_norm(
@@ -412,14 +420,14 @@ class ShardedEngine:
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
-        """Scale gradients so that their norm, that of one process, is at most ``max_norm``; the norm."""
+        """Scale gradients so that their global norm is at most ``max_norm``; return the norm before."""
         return clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
 
     def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
         """Clamp every element of the gradients to [-value, value]."""
         clip_value(parameters, value)
 
-    def _alive(self) -> list[Root]:
+    def _alive(self) -> list[FsdpGradients]:
         return [root for root in self._roots if root.module is not None]
 
 

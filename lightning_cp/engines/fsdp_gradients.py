@@ -1,4 +1,4 @@
-"""A model that was sharded: its gradients from a backward to the step, and its steps' parameters."""
+"""Gradients of a sharded model from backward to the optimizer step, and the parameters that its steps see."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.utils.module_hooks import add_hook
 
 
-class Root:
-    """A model that was sharded, and its gradients between a backward and the step."""
+class FsdpGradients:
+    """A sharded model, and its gradients between backward and the optimizer step."""
 
     def __init__(self, module: nn.Module, mesh: ContextParallelMesh) -> None:
         self._module = weakref.ref(module)
         self._group = mesh.group(Flat.LOSS)
         self._control = mesh.control_group(Flat.LOSS)
-        self._had: dict[int, bool] = {}
+        self._had_gradient: dict[int, bool] = {}
         self._filled: set[int] = set()
         groups = groups_of(module)
         for group in groups:
-            group.complete(self._had, self._filled)
-        self._held = [weakref.ref(group) for group in groups]  # by the model, which they hold
+            group.fill_missing(self._had_gradient, self._filled)
+        self._held = [weakref.ref(group) for group in groups]  # the model holds the groups
         self._trained = self._trains()
         self.entered = False
         self._called: nn.Module | None = None
-        self._again: nn.Module | None = None
-        self._before_data: Callable[[], object] = list  # no listener
+        self._regathering: nn.Module | None = None
+        self._before_exchange: Callable[[], object] = list  # no listener
 
     @property
     def module(self) -> nn.Module | None:
-        """The model, as long as somebody else holds it."""
+        """The model; ``None`` once it was deleted."""
         return self._module()
 
     @property
@@ -62,24 +62,26 @@ class Root:
 
     def _trains(self) -> list[bool]:
         for group in self._groups:
-            group.settle()
+            group.sync_requires_grad()
         module = self.module
         return [p.requires_grad for p in module.parameters()] if module is not None else []
 
     def is_current(self) -> bool:
-        """True if the same parameters are trained as when ``settle`` was called last."""
+        """True if the same parameters are trained as at the last ``record_trained``."""
         return self._trained == self._trains()
 
-    def settle(self) -> None:
-        """Take what is trained now for granted: gradients are added in the dtype of these."""
+    def record_trained(self) -> None:
+        """Record the parameters that are trained now; their dtypes decide in which dtype gradients are
+        summed.
+        """
         self._trained = self._trains()
         for group in self._groups:
-            group.settle_dtypes()
+            group.read_reduce_dtypes()
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """In one of the module's methods, with its own parameters gathered."""
-        outermost, self.entered = not self.entered, True  # a step may call another one
+        """Within one of the module's methods, with its own parameters gathered."""
+        outermost, self.entered = not self.entered, True  # a step may call another step
         try:
             yield
         except BaseException:
@@ -94,23 +96,28 @@ class Root:
             self.after_forward()
 
     def zero_gradients(self) -> None:
-        """A module's ``zero_grad`` has reached the whole parameters that it shows, and not their shards."""
+        """Zero the gradients of shards when a module's ``zero_grad`` reached only the whole parameters that
+        it shows.
+        """
         for group in self._groups:
             group.zero()
 
     def begin_method(self) -> None:
-        """Show a step of manual optimization the shards, where these have gradients of an earlier one.
+        """Show a step of manual optimization the shards, if these have gradients of an earlier step.
 
-        Whole parameters have none, so what clips or changes them before the next backward would be lost.
+        Whole parameters have no gradients then, so clipping or changing those before the next backward would
+        have no effect.
         """
         shards = (p for group in self._groups for p in group.parameters())
         if self._is_manual() and any(p.grad is not None for p in shards):
             self._shard_all()
 
-    def keep_changes(self) -> None:
-        """The user's code of a step is over, or a backward in it begins: shards follow whole parameters."""
+    def apply_changes(self) -> None:
+        """Copy changes of whole parameters to their shards, when the user's code of a step ends or a backward
+        in it begins.
+        """
         for group in self._groups:
-            group.keep()
+            group.apply_changes()
 
     def _is_manual(self) -> bool:
         return not getattr(self.module, "automatic_optimization", True)
@@ -120,30 +127,32 @@ class Root:
             group.shard()
 
     def shard(self) -> None:
-        """Free whole parameters that a forward without a backward has left.
+        """Free the whole parameters that a forward without a backward has left.
 
-        A hook that changes weights between steps would change these, and not the shards they came from.
+        A hook that changes weights between steps would otherwise change these, and not their shards.
         """
         module = self.module
         if isinstance(module, FSDPModule) and not self.entered and is_idle(module):
             self._shard_all()
 
     def after_forward(self) -> None:
-        """A forward is over: no backward follows one of evaluation, nor a step that has its own in it."""
+        """End a forward: none of evaluation has a backward, nor has a step that contains its own."""
         if not torch.is_grad_enabled() or self._is_manual():
             self.shard()
 
-    def follow_calls(self, modules: Iterable[nn.Module], before_data: Callable[[], object]) -> None:
-        """Have a call of one of these be a forward of the root, where none is under way.
+    def follow_calls(
+        self, modules: Iterable[nn.Module], before_exchange: Callable[[], object]
+    ) -> None:
+        """Make a call of one of these modules a forward of the root, where none is running.
 
-        The root gathers what is in none of its units (embeddings, the head) for its own forward only. Users
-        call parts of it outside of steps: ``self.model.generate(...)`` in a hook of theirs.
+        The root gathers parameters outside of its units (embeddings, the head) for its own forward only.
+        Users call parts of it outside of steps: ``self.model.generate(...)`` in a hook of theirs.
 
         Args:
-            modules: parts of the model with parameters that are gathered.
-            before_data: called before the root gathers its own.
+            modules: parts of the model whose parameters are gathered.
+            before_exchange: called before the root gathers its own parameters.
         """
-        self._before_data = before_data
+        self._before_exchange = before_exchange
         for module in modules:
             add_hook(module.register_forward_pre_hook, self._enter, prepend=True, with_kwargs=True)
             add_hook(module.register_forward_hook, self._leave, always_call=True)
@@ -153,73 +162,77 @@ class Root:
         if torch.compiler.is_compiling() or not isinstance(root, FSDPModule):
             return None
         if self.entered and not is_gathered(root) and not in_backward():
-            self._before_data()
+            self._before_exchange()
             FSDPModule.unshard(root)  # a backward within the method has sharded them
-            self._again = called
+            self._regathering = called
         if self.entered or not is_idle(root):
             return None
         self._called = called
-        self._before_data()
+        self._before_exchange()
         return enter_forward(root, args, kwargs)
 
     def _leave(self, called: nn.Module, args: Any, output: Any) -> Any:
         root = self.module
-        if called is self._again:
-            self._again = None
+        if called is self._regathering:
+            self._regathering = None
             if not torch.is_grad_enabled():
                 self._shard_all()
         if called is not self._called or not isinstance(root, FSDPModule):
             return None
         self._called = None
-        if output is None:  # it has failed
+        if output is None:  # the call has failed
             forget_step(root)
             return None
         output = leave_forward(root, args, output)
         self.shard()
         return output
 
-    def after_step(self) -> None:
-        """An optimizer has changed the shards: what is gathered is out of date.
+    def after_optimizer_step(self) -> None:
+        """Mark gathered parameters as out of date, after an optimizer has changed the shards.
 
         Raises:
-            ConfigError: whole parameters were changed too, so that one of the two changes is lost.
+            ConfigError: whole parameters were changed too, so one of the two changes would be lost.
         """
         module = self.module
         if isinstance(module, FSDPModule) and (self.entered or is_idle(module)):
             twice = [name for group in self._groups for name in group.names(group.changed())]
             if twice:
                 raise ConfigError(_TWICE.format(names=", ".join(twice[:3])))
-            self._shard_all()  # in a method too
+            self._shard_all()  # also within a method
 
-    def unreduced(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Gradients of this rank alone, kept for a later reduction."""
+    def unreduced_gradients(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Gradients of this rank alone, held for a later reduction."""
         for group in self._groups:
-            yield from group.unreduced()
+            yield from group.unreduced_gradients()
 
     def drop_unreduced(self, zeroed: Set[int]) -> None:
-        """Forget such gradients of parameters with these ids."""
+        """Drop the unreduced gradients of parameters with these ids."""
         for group in self._groups:
             group.drop_unreduced(zeroed)
 
     def finish_backward(self) -> None:
-        """Once all that was reduced has been."""
-        if not self._had:
+        """Finish a backward after all reductions."""
+        if not self._had_gradient:
             return
-        trained = [p for group in self._groups for p in group.parameters() if id(p) in self._had]
-        flags = [self._had[id(p)] for p in trained]
+        trained = [
+            p for group in self._groups for p in group.parameters() if id(p) in self._had_gradient
+        ]
+        flags = [self._had_gradient[id(p)] for p in trained]
         counts = all_sum(torch.tensor(flags, dtype=torch.int32), self._control).tolist()
         for parameter, count in zip(trained, counts, strict=True):
             if not count and id(parameter) in self._filled:
                 parameter.grad = None
-        self._had.clear()
+        self._had_gradient.clear()
         self._filled.clear()
         self._average_plain()
 
     def _average_plain(self) -> None:
-        """Of parameters that cannot be sharded, such as scalars; averaged twice they stay the same."""
+        """Average gradients of parameters that cannot be sharded, such as scalars. Averaging twice changes
+        nothing.
+        """
         module = self.module
         assert module is not None
-        # also if frozen since
+        # Parameters that were frozen since are included.
         plain = [p for p in module.parameters() if not isinstance(p, DTensor)]
         average_present(plain, self._control, self._group)
 

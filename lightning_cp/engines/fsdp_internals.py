@@ -1,4 +1,4 @@
-"""Private parts of PyTorch's FSDP2: everything of it that has no public name is used here only."""
+"""Private parts of PyTorch's FSDP2; no other file uses a name of it that is not public."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def two_dimensional(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
 
 
 def keep_methods(module: nn.Module, users: type[nn.Module]) -> None:
-    """Have calls reach the user's methods too whose names are FSDP2's: its class comes before the user's.
+    """Have calls reach the user's methods whose names FSDP2 uses too; its class precedes the user's.
 
     Args:
-        module: was sharded just now.
-        users: its class before that.
+        module: a module that was just sharded.
+        users: its former class.
     """
     for name, own in vars(FSDPModule).items():
         theirs = None if name.startswith("_") else getattr(users, name, None)
         if callable(theirs):
-            setattr(type(module), name, _either(own, theirs))
+            setattr(type(module), name, _choose_method(own, theirs))
 
 
-def _either(own: Callable[..., Any], users: Callable[..., Any]) -> Callable[..., Any]:
-    """FSDP2's method for calls with nothing but switches, which is all that it takes; else the user's."""
+def _choose_method(own: Callable[..., Any], users: Callable[..., Any]) -> Callable[..., Any]:
+    """Choose FSDP2's method for calls with only bool arguments, which are all it takes; else the user's."""
 
     @wraps(users)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -54,26 +54,26 @@ class FsdpGroup:
         self._trained: list[bool] = []
         self._touched: set[int] = set()
         self._versions: list[int] = []
-        self._shards: list[int] = []  # their versions
+        self._shards: list[int] = []  # versions of the tensors
         self._memory = [_memory_of(each) for each in group.fsdp_params]
-        self._settle_whenever_sharded()
+        self._hook_resharding()
         self._gather_for_training()
-        self.settle()
+        self.sync_requires_grad()
 
     def shard(self) -> None:
         """Free the whole parameters, within a forward too; the next use gathers them from the shards."""
         self._group._to_sharded()
 
     def parameters(self) -> list[nn.Parameter]:
-        """The sharded ones."""
+        """The sharded parameters."""
         return [each.sharded_param for each in self._group.fsdp_params]
 
-    def settle(self) -> None:
-        """Freeze or unfreeze both forms of a parameter alike, the whole one and the sharded one.
+    def sync_requires_grad(self) -> None:
+        """Give the whole and the sharded form of each parameter the same ``requires_grad``.
 
-        FSDP2 copies that from the sharded form when it gathers, and never back: what a step freezes of the
-        parameters that it sees would be trained again afterwards. A form that differs from what both were has
-        been changed, also a whole one that a step still holds after its memory was freed.
+        FSDP2 copies it from the sharded form when it gathers, and never back, so parameters that a step froze
+        would be trained again afterwards. The form that differs from the former state was changed by the
+        user, also a whole one whose memory was freed.
         """
         if not self._trained:
             self._trained = [p.requires_grad for p in self.parameters()]
@@ -86,8 +86,8 @@ class FsdpGroup:
                     form.requires_grad_(not before)
                 self._trained[at] = not before
 
-    def _settle_whenever_sharded(self) -> None:
-        """Before the whole form goes, and when it has come."""
+    def _hook_resharding(self) -> None:
+        """Do this before the whole form is freed, and after it was gathered."""
         group, to_sharded, to_unsharded = (
             self._group,
             self._group._to_sharded,
@@ -95,7 +95,7 @@ class FsdpGroup:
         )
 
         def shard() -> None:
-            self.settle()
+            self.sync_requires_grad()
             lost = self._write_changes() if group.is_unsharded else []
             to_sharded()
             if lost:
@@ -104,28 +104,30 @@ class FsdpGroup:
         def unshard() -> None:
             came = not group.is_unsharded
             if came:
-                self.settle()
+                self.sync_requires_grad()
             to_unsharded()
             if came:
                 self._versions = [each._unsharded_param._version for each in group.fsdp_params]
                 self._shards = [p._version for p in self.parameters()]
-                self._refuse_ignored()
+                self._check_ignored()
 
         group._to_sharded, group._to_unsharded = shard, unshard
 
     def changed(self) -> list[Any]:
-        """FSDP2's records of whole parameters that were changed in place, or replaced, since they came."""
+        """FSDP2's records of whole parameters that were changed in place, or replaced, since gathering."""
         if not self._group.is_unsharded:
             return []
         both = zip(self._group.fsdp_params, self._versions, strict=True)
         return [x for x, came in both if x._unsharded_param._version != came or _is_replaced(x)]
 
     def names(self, records: Iterable[Any]) -> list[str]:
-        """Of the parameters of these records."""
+        """The names of the parameters of these records."""
         return [each._param_fqn or each._module_info.param_name for each in records]
 
-    def _refuse_ignored(self) -> None:
-        """Refuse ``parameter.data = ...`` of a shard: PyTorch changes what wraps the values, and not them."""
+    def _check_ignored(self) -> None:
+        """Raise for ``parameter.data = ...`` of a shard: PyTorch changes the wrapper of the values, and not
+        the values.
+        """
         records, before = self._group.fsdp_params, self._memory
         self._memory = [_memory_of(each) for each in records]
         both = zip(records, before, self._memory, strict=True)
@@ -133,20 +135,22 @@ class FsdpGroup:
         if ignored:
             raise ConfigError(_IGNORED.format(names=", ".join(self.names(ignored)[:3])))
 
-    def keep(self) -> None:
-        """Change the shards as a step changed whole parameters, seen or unseen (``parameter.data.mul_``).
+    def apply_changes(self) -> None:
+        """Apply a step's changes of whole parameters to the shards, also hidden ones
+        (``parameter.data.mul_``).
 
-        One copy of what this rank holds: what was not changed is the same. What a backward needs stays in
-        its place; memory that was replaced follows when it is freed.
+        This rank's part is copied once; unchanged values stay the same. Memory that a backward needs stays in
+        place; replaced memory follows when it is freed.
         """
         group = self._group
         if group.is_unsharded and not isinstance(group.offload_policy, CPUOffloadPolicy):
             both = zip(group.fsdp_params, self._shards, strict=True)
-            own = [x for x, came in both if x.sharded_param._version == came]  # not changed itself
+            own = [x for x, came in both if x.sharded_param._version == came]  # shard unchanged
             self._write_back([x for x in own if _is_alike(x) and not _is_replaced(x)])
 
     def _write_changes(self) -> list[str]:
-        """Change the shards as the whole parameters were; the names of those that cannot be.
+        """Apply the changes of whole parameters to the shards; return the names of those that cannot be
+        applied.
 
         Whole parameters of another precision than the shards would round all of these.
         """
@@ -158,7 +162,7 @@ class FsdpGroup:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _write_back(self, records: list[Any]) -> None:
-        """Each rank takes its part of what it has itself."""
+        """Copy this rank's part of each whole parameter into its shard."""
         group = self._group
         for each in filter(_is_replaced, records):
             place = each.all_gather_outputs[0].as_strided(
@@ -176,7 +180,9 @@ class FsdpGroup:
             group._reshard_after_forward_event.record()
 
     def _gather_for_training(self) -> None:
-        """Make whole parameters outside of inference mode: training uses those that an evaluation made."""
+        """Gather whole parameters outside of inference mode: training uses those that an evaluation
+        gathered.
+        """
         own = self._group.wait_for_unshard
 
         def wait_for_unshard() -> None:
@@ -185,27 +191,28 @@ class FsdpGroup:
 
         self._group.wait_for_unshard = wait_for_unshard
 
-    def complete(self, had: dict[int, bool], filled: set[int]) -> None:
-        """Before every reduction: zeros where no gradient came, so that all ranks reduce the same.
+    def fill_missing(self, had_gradient: dict[int, bool], filled: set[int]) -> None:
+        """Before every reduction: fill missing gradients with zeros, so that all ranks reduce the same
+        parameters.
 
-        FSDP2 reduces what there is of gradients, and waits forever where ranks have other ones.
+        FSDP2 reduces the gradients that exist, and hangs where ranks have different ones.
 
         Args:
-            had: by id of each reduced parameter, whether this rank had a gradient.
-            filled: ids of parameters whose gradient is nothing but zeros, as far as this rank knows.
+            had_gradient: by id of each reduced parameter, True if this rank had a gradient.
+            filled: ids of parameters whose gradient is only such zeros on this rank.
         """
         group, own = self._group, self._group.post_backward
 
         def post_backward(*unused: Any) -> None:
             sign_of_life()
-            self.settle()
+            self.sync_requires_grad()
             self._touched |= {id(p) for p in self.parameters() if p.requires_grad}
             for each in group.fsdp_params if group.reduce_grads else ():
                 parameter, sharded = getattr(each, "_unsharded_param", None), each.sharded_param
                 if parameter is None or id(sharded) not in self._touched:
                     continue
                 has = parameter.grad is not None or each.unsharded_accumulated_grad is not None
-                had[id(sharded)] = had.get(id(sharded), False) or has
+                had_gradient[id(sharded)] = had_gradient.get(id(sharded), False) or has
                 if not has:
                     if sharded.grad is None:
                         filled.add(id(sharded))
@@ -216,8 +223,8 @@ class FsdpGroup:
 
         group.post_backward = post_backward
 
-    def unreduced(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Gradients of this rank alone, kept for a later reduction, by their sharded parameters."""
+    def unreduced_gradients(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Gradients of this rank alone, held for a later reduction, by their sharded parameters."""
         for each in self._group.fsdp_params:
             parameter = getattr(each, "_unsharded_param", None)
             kept = each.unsharded_accumulated_grad
@@ -227,7 +234,7 @@ class FsdpGroup:
                 yield each.sharded_param, kept
 
     def drop_unreduced(self, zeroed: Set[int]) -> None:
-        """Forget such gradients of the sharded parameters with these ids."""
+        """Drop the unreduced gradients of sharded parameters with these ids."""
         for each in self._group.fsdp_params:
             if id(each.sharded_param) not in zeroed:
                 continue
@@ -237,22 +244,22 @@ class FsdpGroup:
                 parameter.grad = None
 
     def zero(self) -> None:
-        """Drop the gradients of shards, where a module shows whole parameters."""
+        """Drop the gradients of shards where a module shows whole parameters."""
         if self._group.is_unsharded:
             for parameter in self.parameters():
                 parameter.grad = None
 
-    def gathered(self) -> Iterator[torch.Tensor]:
+    def gathered_parameters(self) -> Iterator[torch.Tensor]:
         """Whole parameters, as long as this rank holds them."""
         for each in self._group.fsdp_params:
             parameter = getattr(each, "_unsharded_param", None)
             if parameter is not None:
                 yield _local(parameter)
 
-    def give_gradients(self) -> None:
-        """Give what is trained gradients without values, placed as a backward leaves them.
+    def allocate_gradients(self) -> None:
+        """Allocate gradients of trained parameters, without values, placed as a backward leaves them.
 
-        They are parts of one buffer for the whole group, with the rows that other ranks have more of.
+        They are views of one buffer of the whole group, padded to the rows of the ranks that hold more.
         """
         trained = [each for each in self._group.fsdp_params if each.sharded_param.requires_grad]
         sizes = [each.padded_sharded_param_size.numel() for each in trained]
@@ -263,8 +270,8 @@ class FsdpGroup:
             own = part[: each.sharded_size.numel()].view(each.sharded_size)
             each.sharded_param.grad = each.to_sharded_dtensor(own)
 
-    def settle_dtypes(self) -> None:
-        """Look anew at what is trained: gradients are added in the dtype of trained parameters."""
+    def read_reduce_dtypes(self) -> None:
+        """Read which parameters are trained: gradients are summed in the dtype of trained parameters."""
         self._group._init_mp_dtypes()
 
 
@@ -273,18 +280,20 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _memory_of(record: Any) -> tuple[torch.Tensor, Any]:
-    """The values of a shard, and the (empty) memory of the DTensor around them, which its ``data`` brings."""
+    """The values of a shard, and the (empty) memory of the DTensor around them, which its ``data``
+    returns.
+    """
     return record._sharded_local_tensor, record.sharded_param.untyped_storage()
 
 
 def _is_replaced(record: Any) -> bool:
-    """True if ``parameter.data = ...`` gave a whole parameter other memory than that it is gathered in."""
+    """True if ``parameter.data = ...`` gave a whole parameter other memory than the gathered one."""
     gathered = record.all_gather_outputs
     return _local(record._unsharded_param).data_ptr() != gathered[0].data_ptr()
 
 
 def _is_alike(record: Any) -> bool:
-    """True if a whole parameter has the precision and the size that its shards are of."""
+    """True if a whole parameter has the precision and the size of its shards."""
     gathered, *more = record.all_gather_outputs
     alike = gathered.dtype == record._sharded_param_data.dtype and not more
     return alike and _local(record._unsharded_param).shape == record._orig_size
@@ -302,7 +311,7 @@ _LOST = (
 
 
 def groups_of(root: nn.Module) -> list[FsdpGroup]:
-    """Of a model and of all modules in it."""
+    """The groups of a model and of all modules in it."""
     found: list[FsdpGroup] = []
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -311,7 +320,7 @@ def groups_of(root: nn.Module) -> list[FsdpGroup]:
 
 
 def _groups(state: Any) -> list[Any]:
-    """Of one module's state; before torch 2.12 there was one at most."""
+    """The groups of one module's state; before torch 2.12 there was one at most."""
     several = getattr(state, "_fsdp_param_groups", None)
     if several is None:
         several = [state._fsdp_param_group] if state._fsdp_param_group else []
@@ -324,25 +333,27 @@ def in_backward() -> bool:
 
 
 def is_idle(root: FSDPModule) -> bool:
-    """True if neither a forward of the root nor a backward, which may call modules again, is under way."""
+    """True if neither a forward of the root nor a backward, which may call modules again, is running."""
     if in_backward():
         return False
     return root._get_fsdp_state()._training_state is TrainingState.IDLE
 
 
 def is_gathered(root: FSDPModule) -> bool:
-    """True if the root's own parameters, which are in none of its units, are whole."""
+    """True if the root's own parameters, outside of its units, are whole."""
     return all(group.is_unsharded for group in _groups(root._get_fsdp_state()))
 
 
 def enter_forward(root: FSDPModule, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Gather the root's own parameters, as its forward does; the arguments, in the dtype of its policy."""
+    """Gather the root's own parameters as its forward does; return the arguments in the dtype of its
+    policy.
+    """
     state: Any = root._get_fsdp_state()
     return state._pre_forward(root, args, kwargs)
 
 
 def leave_forward(root: FSDPModule, args: Any, output: Any) -> Any:
-    """End what ``enter_forward`` began; the output, which tells when its backward begins."""
+    """End a forward that ``enter_forward`` began; return the output, hooked for the start of its backward."""
     state: Any = root._get_fsdp_state()
     return state._post_forward(root, args, output)
 
@@ -354,7 +365,7 @@ def enter_backward(root: FSDPModule, gradient: torch.Tensor) -> None:
 
 
 def forget_step(root: FSDPModule) -> None:
-    """After an error in the middle of a forward: shard parameters, and have the next one begin anew."""
+    """After an error within a forward: shard parameters, and reset the state for the next forward."""
     reset = getattr(root, "reset_iter_state", None)
     if reset is not None:
         reset()

@@ -1,8 +1,8 @@
 """The norm of gradients that are spread over ranks, and clipping by it.
 
-PyTorch's own clipping stacks the norms of all parameters, which DTensors of different meshes and plain
-tensors do not do. Here every rank adds up what it holds, apart for each set of mesh axes that parameters are
-sharded over, and each of these sums is added over those axes' ranks: a replicated tensor counts once.
+PyTorch's own clipping stacks the norms of all parameters, which fails for DTensors of different meshes and
+plain tensors. Here every rank sums its own entries per set of mesh axes that shard a parameter, and each of
+these sums is added over the ranks of those axes: a replicated tensor counts once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _Key = tuple[str, tuple[dist.ProcessGroup, ...]]
 
 
 def gradient_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of all gradients, as of one vector: float64 [], equal on every rank, as in one process.
+    """The norm of all gradients as one vector: float64 [], equal on every rank, as in one process.
 
-    Every rank must come here, with the same parameters; those without a gradient count as 0.
+    Collective, with the same parameters on every rank; those without a gradient count as 0.
 
     Args:
-        parameters: plain ones and DTensors, on any meshes.
+        parameters: plain tensors and DTensors, on any meshes.
         norm_type: p of the p-norm; ``inf`` for the largest element.
     """
     powers: dict[_Key, torch.Tensor] = {}
@@ -36,7 +36,7 @@ def gradient_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) ->
         key = _shared_over(parameter)
         power = _power(parameter.grad, norm_type)
         before = powers.get(key)
-        powers[key] = power if before is None else _joined(before, power, norm_type)
+        powers[key] = power if before is None else _combined(before, power, norm_type)
     if not powers:
         return torch.zeros((), dtype=torch.float64)
     totals = [_over_ranks(power, key, norm_type) for key, power in powers.items()]
@@ -53,7 +53,7 @@ def clip_norm(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale gradients in place so that their norm is at most ``max_norm``; gives the norm before.
+    """Scale gradients in place so that their norm is at most ``max_norm``; return the norm before.
 
     Raises:
         NonFiniteError: with ``error_if_nonfinite``, the norm is NaN or infinite; on every rank.
@@ -81,7 +81,7 @@ def clip_value(parameters: Iterable[torch.Tensor], value: float) -> None:
 
 
 def _shared_over(parameter: torch.Tensor) -> _Key:
-    """The device type and the groups over which a parameter's ranks hold different parts."""
+    """The device type and the groups over which ranks hold different parts of a parameter."""
     if not isinstance(parameter, DTensor):
         return "", ()
     mesh = parameter.device_mesh
@@ -92,20 +92,22 @@ def _shared_over(parameter: torch.Tensor) -> _Key:
 
 
 def _power(gradient: torch.Tensor | None, norm_type: float) -> torch.Tensor:
-    """The sum of ``|g|^p`` of what is here, or the largest ``|g|``: float64 []."""
+    """The sum of ``|g|^p`` of this rank's entries, or the largest ``|g|``: float64 []."""
     if gradient is None or not local_part(gradient).numel():
         return torch.zeros((), dtype=torch.float64)
     norm = torch.linalg.vector_norm(local_part(gradient), norm_type, dtype=torch.float64)
     return norm if math.isinf(norm_type) else norm**norm_type
 
 
-def _joined(a: torch.Tensor, b: torch.Tensor, norm_type: float) -> torch.Tensor:
+def _combined(a: torch.Tensor, b: torch.Tensor, norm_type: float) -> torch.Tensor:
     a, b = (a.to(b.device), b) if b.device.type != "cpu" else (a, b.to(a.device))
     return torch.maximum(a, b) if math.isinf(norm_type) else a + b
 
 
 def _over_ranks(power: torch.Tensor, key: _Key, norm_type: float) -> torch.Tensor:
-    """Joined over the groups' ranks, on the device that their messages travel from; given back on its own."""
+    """Combine the values of the groups' ranks on the device of their messages; return the result on the
+    original device.
+    """
     device_type, groups = key
     total = power.to(device_type) if groups else power
     for group in groups:
@@ -113,19 +115,19 @@ def _over_ranks(power: torch.Tensor, key: _Key, norm_type: float) -> torch.Tenso
     return total.to(power.device)
 
 
-# Gradients that no wrapper averages, averaged over the ranks.
+# Averages over ranks of gradients that no wrapper averages.
 
 
 def average_present(
     parameters: Sequence[nn.Parameter], control: dist.ProcessGroup, group: dist.ProcessGroup
 ) -> None:
-    """Average what there is of gradients; what is averaged already stays the same.
+    """Average the existing gradients; gradients that are averaged already stay the same.
 
     A rank without a gradient counts as zeros; where no rank has one it stays ``None``.
 
     Args:
         parameters: in the same order on all ranks.
-        control: carries, on the CPU, which of them have gradients.
+        control: carries, on the CPU, the flags of existing gradients.
         group: the same ranks; carries the gradients.
     """
     flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -35,14 +35,13 @@ class AtenCpuFlash(PerTileKernel):
         one_width=True,
     )
 
-    def calls(self, tiles: Sequence[Tile], mask: Mask) -> Iterable[Tile]:
-        """Yield tiles whose diagonal is at the top left, as the operator's is."""
-        for tile in super().calls(tiles, mask):
-            yield from split_causal(tile)
+    def calls(self, tiles: Sequence[Tile], mask: Mask) -> list[Tile]:
+        """Return tiles whose diagonal is at the top left, as the operator's is."""
+        return [part for tile in super().calls(tiles, mask) for part in split_causal(tile)]
 
     def attend(self, inputs: QKV, tile: Tile, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
         """Call the operator; every query of a full or causal tile has a key, so lse is finite."""
-        q, k, v = (x.transpose(1, 2) for x in pad_to_widest(*inputs))
+        q, k, v = [x.transpose(1, 2) for x in pad_to_widest(*inputs)]
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
             q, k, v, 0.0, is_causal(tile), scale=scores.softmax_scale
         )
@@ -50,9 +49,8 @@ class AtenCpuFlash(PerTileKernel):
 
     def differentiate(self, merged: Merged, inputs: QKV, tile: Tile, scores: Scores) -> Gradients:
         """Call the operator; ``out`` must have q's dtype, ``lse`` float32 (float64 for float64)."""
-        dout, out, q, k, v = (
-            x.transpose(1, 2) for x in pad_to_widest(merged.dout, merged.out, *inputs)
-        )
+        padded = pad_to_widest(merged.dout, merged.out, *inputs)
+        dout, out, q, k, v = [x.transpose(1, 2) for x in padded]
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             dout, q, k, v, out, merged.lse, 0.0, is_causal(tile), scale=scores.softmax_scale
         )

@@ -181,20 +181,15 @@ class GradientSum:
 
     @property
     def result(self) -> torch.Tensor:
-        """The sum; in the part's dtype if there was only one part."""
-        self._fill_zeros()
-        assert self._sum is not None
+        """The sum; in the part's dtype if there was only one part, zeros if there was none."""
+        if self._sum is None:
+            self._sum = self._like = self._memory().zero_()
         return self._sum
 
     def widen(self) -> None:
         """Widen a first part now, before memory is allocated for another one."""
         if self._sum is not None:
             self._sum = self._like = self._sum.to(self.dtype)
-
-    def _fill_zeros(self) -> None:
-        """Fill the sum with zeros if there was no part."""
-        if self._sum is None:
-            self._sum = self._like = self._memory().zero_()
 
     def place(self) -> None:
         """Move the sum to the memory that ``later`` allocates, unless it is there already."""

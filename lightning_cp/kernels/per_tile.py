@@ -8,7 +8,7 @@ lse of its queries, which makes its gradients the exact share of its tile
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -55,9 +55,9 @@ class PerTileKernel(ABC):
             queries, slices = _queries(tile, merged), _slices(tile, inputs)
             _add_gradients(tile, self.differentiate(queries, slices, tile, scores), gradients)
 
-    def calls(self, tiles: Sequence[Tile], mask: Mask) -> Iterable[Tile]:
-        """Yield the tiles for the operator, without empty ones, which crash some operators."""
-        return (tile for tile in tiles if tile.q_len and tile.k_len)
+    def calls(self, tiles: Sequence[Tile], mask: Mask) -> list[Tile]:
+        """Return the tiles for the operator, without empty ones, which crash some operators."""
+        return [tile for tile in tiles if tile.q_len and tile.k_len]
 
     @abstractmethod
     def attend(self, inputs: QKV, tile: Tile, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,7 +78,7 @@ def is_causal(tile: Tile) -> bool:
     return tile.mask == "causal"
 
 
-def split_causal(tile: Tile) -> Iterable[Tile]:
+def split_causal(tile: Tile) -> tuple[Tile, ...]:
     """Split a tile into parts whose diagonal is at the top left: a full part and a square causal one."""
     if tile.mask != "causal" or not tile.delta:
         return (tile,)
@@ -98,11 +98,11 @@ def pad_to_widest(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     Zeros in q and k add nothing to a score; zeros in V, out and dout add zero entries, which ``trim_width``
     removes.
     """
-    width = max(x.shape[-1] for x in tensors)
-    return tuple(
-        x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
-        for x in tensors
-    )
+    widths = [x.shape[-1] for x in tensors]
+    widest = max(widths)
+    if min(widths) == widest:
+        return tensors
+    return tuple([torch.nn.functional.pad(x, (0, widest - x.shape[-1])) for x in tensors])
 
 
 def trim_width(x: torch.Tensor, width: int) -> torch.Tensor:
@@ -112,13 +112,13 @@ def trim_width(x: torch.Tensor, width: int) -> torch.Tensor:
 
 def trim_gradients(parts: Gradients, inputs: QKV) -> Gradients:
     """Trim gradients to the head dims of the inputs."""
-    dq, dk, dv = (trim_width(part, x.shape[-1]) for part, x in zip(parts, inputs, strict=True))
+    dq, dk, dv = [trim_width(part, x.shape[-1]) for part, x in zip(parts, inputs, strict=True)]
     return dq, dk, dv
 
 
 def with_unit_strides(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Make the last stride 1, which some operators assume; they support any other strides."""
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+    return tuple([x if x.stride(-1) == 1 else x.contiguous() for x in tensors])
 
 
 def _add_gradients(tile: Tile, parts: Gradients, gradients: GradientSums) -> None:
@@ -130,22 +130,18 @@ def _add_gradients(tile: Tile, parts: Gradients, gradients: GradientSums) -> Non
 
 def _slices(tile: Tile, tensors: QKV) -> QKV:
     """Return the tile's queries, keys and values."""
-    return QKV(
-        _tokens(tensors.q, tile.row, 1, tile.q_start, tile.q_len),
-        _tokens(tensors.k, tile.row, 1, tile.k_start, tile.k_len),
-        _tokens(tensors.v, tile.row, 1, tile.k_start, tile.k_len),
-    )
+    q, k, v = _rows(tile, *tensors)
+    keys = (1, tile.k_start, tile.k_len)
+    return QKV(q.narrow(1, tile.q_start, tile.q_len), k.narrow(*keys), v.narrow(*keys))
 
 
 def _queries(tile: Tile, merged: Merged) -> Merged:
     """Return the merged results of the tile's queries."""
-    return Merged(
-        _tokens(merged.dout, tile.row, 1, tile.q_start, tile.q_len),
-        _tokens(merged.out, tile.row, 1, tile.q_start, tile.q_len),
-        _tokens(merged.lse, tile.row, 2, tile.q_start, tile.q_len),
-    )
+    dout, out, lse = _rows(tile, *merged)
+    queries = (tile.q_start, tile.q_len)
+    return Merged(dout.narrow(1, *queries), out.narrow(1, *queries), lse.narrow(2, *queries))
 
 
-def _tokens(x: torch.Tensor, row: int, dim: int, start: int, length: int) -> torch.Tensor:
-    rows = x if row == ALL_ROWS else x.narrow(0, row, 1)
-    return rows.narrow(dim, start, length)
+def _rows(tile: Tile, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the tile's rows of the batch."""
+    return tensors if tile.row == ALL_ROWS else [x.narrow(0, tile.row, 1) for x in tensors]

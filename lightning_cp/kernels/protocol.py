@@ -59,7 +59,7 @@ class Request:
 
     @property
     def dims(self) -> tuple[int, int]:
-        """Head dim of q and k, and of V."""
+        """Head dims: of q and k, and of V."""
         return self.head_dim, self.head_dim if self.value_dim is None else self.value_dim
 
 
@@ -72,7 +72,7 @@ class Capabilities:
     dtypes: frozenset[torch.dtype]
     masks: frozenset[str]
     max_head_dim: int | None = None
-    """Of q and k, and of V."""
+    """Largest head dim of q and k, and of V."""
     head_dim_multiple: int = 1
     one_width: bool = False
     """The operator needs one head dim for K and V: if they differ, the kernel pads the narrower with zeros,

@@ -35,7 +35,7 @@ def kernels() -> dict[str, Kernel]:
     return {kernel.name: kernel for kernel in ordered}
 
 
-ALIASES = {
+ALIASES: dict[str, tuple[str, ...]] = {
     "aten": ("aten_cuda_flash", "aten_cuda_cudnn", "aten_cpu_flash"),
     "flash_attn": ("flash_attn_3", "flash_attn_2"),
 }

@@ -1,1 +1,1 @@
-"""The start of a run's processes, what they hand back, and signals that end them early."""
+"""Launching of a run's processes, their results, and signals that end them early."""

@@ -1,9 +1,9 @@
-"""Warnings of other libraries once in a job: every rank gets them, the first one shows them.
+"""Library warnings once per job: every rank raises them, rank 0 shows them.
 
-On the other ranks this leaves out what Python or a library's logger would write to the terminal. Every rank
-shows errors, and warnings of the user's code and of this package, which may be facts of that rank alone.
-Filters that make errors of warnings, ``catch_warnings(record=True)`` and a program's own hook,
-``warnings.showwarning``, get all. ``LIGHTNING_CP_FULL_ERROR=1``: every rank shows everything.
+The other ranks drop what Python or a library's logger would write to the terminal. Every rank shows
+errors, and warnings of the user's code and of this package, which may concern that rank only. Filters that
+turn warnings into errors, ``catch_warnings(record=True)`` and a program's own ``warnings.showwarning`` get
+all warnings. With ``LIGHTNING_CP_FULL_ERROR=1`` every rank shows everything.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from typing_extensions import override
 from lightning_cp import error_display as console
 
 _PYTHON_S: Any = getattr(warnings, "_showwarning_orig", None)
-"""What ``warnings.showwarning`` is until somebody replaces it."""
+"""Python's default ``warnings.showwarning``."""
 _FROM_CPP = "(Triggered internally at"
-"""In messages of PyTorch's C++ code, which has no frame."""
+"""Matches messages of PyTorch's C++ code, which has no Python frame."""
 _DEPRECATED = {"warnings", "typing_extensions"}
-"""Modules whose ``deprecated`` warns for others."""
+"""Modules whose ``deprecated`` decorator warns on behalf of others."""
 
 
 class LibraryWarnings(logging.Filter):
-    """One rank's: hidden from ``hide`` to ``show``, and a filter of the handlers that libraries log to."""
+    """A switch that hides library warnings on this rank, also as a filter of the libraries' log
+    handlers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class LibraryWarnings(logging.Filter):
         self._handlers: list[logging.Handler] = []
 
     def hide(self) -> None:
-        """Begin, or go on with the handlers of what was imported since."""
+        """Hide warnings; called again, include handlers of modules imported since."""
         if console.is_full():
             return
         for handler in _terminal_handlers():
@@ -50,7 +51,7 @@ class LibraryWarnings(logging.Filter):
             self._hook = warnings.showwarning = self._show_warning
 
     def show(self) -> None:
-        """Undo that; a hook that somebody has put over ours since then stays."""
+        """Undo ``hide``, except a hook that replaced ours since then."""
         self._hides = False
         for handler in self._handlers:
             handler.removeFilter(self)
@@ -60,7 +61,7 @@ class LibraryWarnings(logging.Filter):
         self._hook = None
 
     def _shown_before(self) -> Any:
-        """The hook that was there, without those of runs that have ended since."""
+        """Return the previous hook, skipping those of runs that have ended."""
         hook = self._before
         while isinstance(run := getattr(hook, "__self__", None), LibraryWarnings):
             if run._hides:
@@ -76,7 +77,7 @@ class LibraryWarnings(logging.Filter):
             self._before(message, category, filename, lineno, *where, **named)
 
     def _is_for_terminal(self) -> bool:
-        """Python itself would print it: nobody records warnings, and the program has no hook."""
+        """True if Python itself would print the warning: no recording, no hook of the program."""
         before = self._shown_before()
         of_run = isinstance(getattr(before, "__self__", None), LibraryWarnings)
         prints = inspect.isfunction(getattr(warnings, "_showwarnmsg_impl", None))
@@ -84,13 +85,13 @@ class LibraryWarnings(logging.Filter):
 
     @override
     def filter(self, record: logging.LogRecord) -> bool:
-        """Leave out warnings of libraries; what is below was asked for, what is above is an error."""
+        """Drop warnings of libraries; lower levels were requested by the user, higher ones are errors."""
         of_library = console.is_library(record.name)
         return not (self._hides and of_library and record.levelno == logging.WARNING)
 
 
 def _warns_in_library() -> bool:
-    """True if the code that called ``warnings.warn`` is a library's, wherever ``stacklevel`` points."""
+    """True if a library's code called ``warnings.warn``, wherever ``stacklevel`` points."""
     frame: Any = sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__") in {__name__, *_DEPRECATED}:
         frame = frame.f_back
@@ -98,7 +99,7 @@ def _warns_in_library() -> bool:
 
 
 def _terminal_handlers() -> Iterator[logging.Handler]:
-    """Handlers of libraries' loggers, and those that they pass records on to, which write to the terminal."""
+    """Return the handlers that write library logs to the terminal, those of parent loggers included."""
     named = logging.root.manager.loggerDict.items()
     loggers = [one for name, one in named if console.is_library(name)]
     handlers = [

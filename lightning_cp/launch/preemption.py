@@ -1,14 +1,14 @@
-"""SIGTERM, and what a cluster sends before it: all ranks stop at the same step, having saved it.
+"""Preemption (SIGTERM and the cluster's earlier signals): all ranks stop after the same step, which is
+saved.
 
-Python runs a handler between any two instructions, so the handler only makes a note: a save is something
-that all ranks do together, and a signal may reach one of them. The note travels with the vote that ranks have
-before every optimizer step (``finite``), so all of them learn at the same step that one was sent a signal,
-and stop when that step's batch has ended, as ``ModelCheckpoint`` saves then. They exit with 143, the shell's
-number for SIGTERM.
+Python runs a handler between any two instructions, and a signal may reach one rank only, while a save is
+collective. So the handler only sets a flag. The flag is added to the vote that ranks hold before every
+optimizer step (``consistency.finite``). All ranks learn of it at the same step and stop when that step's
+batch has ended, where ``ModelCheckpoint`` saves. They exit with 143, the shell's status for SIGTERM.
 
-Lightning's own handler has a broadcast in it, which the ranks that were sent no signal never join.
+Lightning's own handler calls a broadcast, which ranks without a signal never join.
 
-With Fabric the loop is the user's, and asks for itself: ``strategy.should_stop``.
+Under Fabric the loop is the user's and asks ``strategy.should_stop``.
 """
 
 from __future__ import annotations
@@ -35,104 +35,104 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_cp.checkpoint.atomic import display_path
 from lightning_cp.checkpoint.store import is_store
 from lightning_cp.consistency.finite import FiniteGuard
-from lightning_cp.watchdog.watch import LastWords
+from lightning_cp.watchdog.watch import SigtermHandler
 
 STATUS = 128 + signal.SIGTERM
 REQUEUE = 2**32
-"""What a wish to be queued again counts for, so that the sum over ranks tells it from one to stop."""
+"""Vote for a stop with requeue; the sum over ranks distinguishes it from plain stops."""
 PATIENCE = 30.0
-"""Seconds that the process which started the others waits for their end."""
+"""Seconds that the launching process waits for the other ranks to end."""
 
 
-class Sent:
-    """The signals that this process was sent."""
+class ReceivedSignals:
+    """The signals that this process received."""
 
     def __init__(self) -> None:
-        self._wish = 0
+        self._vote = 0
 
     def stop(self, *_: Any) -> None:
-        """A handler: stop at the next step."""
-        self._wish |= 1
+        """Request a stop at the next step; a signal handler."""
+        self._vote |= 1
 
     def requeue(self, *_: Any) -> None:
-        """A handler: stop there, and be queued again."""
-        self._wish |= REQUEUE
+        """Request a stop and a requeue of the job; a signal handler."""
+        self._vote |= REQUEUE
 
     def wish(self) -> int:
-        """The number to tell the others."""
-        return self._wish
+        """Return this rank's part of the vote."""
+        return self._vote
 
 
-def noting_sigterm(owner: object) -> Sent:
-    """While ``owner`` lives SIGTERM makes a note; what the program itself has it do, if anything, follows."""
-    sent, own = Sent(), signal.getsignal(signal.SIGTERM)
-    own = signal.SIG_DFL if isinstance(own, LastWords) else own
+def record_sigterm(owner: object) -> ReceivedSignals:
+    """While ``owner`` lives, record SIGTERM, then call the program's own handler, if any."""
+    sent, own = ReceivedSignals(), signal.getsignal(signal.SIGTERM)
+    own = signal.SIG_DFL if isinstance(own, SigtermHandler) else own
 
     def note(number: int, frame: Any) -> None:
         sent.stop()
         if callable(own):
             own(number, frame)
 
-    if threading.current_thread() is threading.main_thread():  # no other one may
+    if threading.current_thread() is threading.main_thread():  # only the main thread may
         signal.signal(signal.SIGTERM, note)
-        weakref.finalize(owner, _give_back, note, own).atexit = False
+        weakref.finalize(owner, _restore_handler, note, own).atexit = False
     return sent
 
 
-def _give_back(note: Any, own: Any) -> None:
-    """The handler that was there before, unless somebody has set another one since."""
+def _restore_handler(note: Any, own: Any) -> None:
+    """Restore the previous handler, unless another one was set since."""
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and signal.getsignal(signal.SIGTERM) is note:
-        signal.signal(signal.SIGTERM, own or signal.SIG_DFL)  # None: of a library in C
+        signal.signal(signal.SIGTERM, own or signal.SIG_DFL)  # None: installed by a C library
 
 
-def listen(trainer: Trainer, guard: FiniteGuard) -> None:
-    """Have the Trainer's handlers make a note while it fits; called before it registers them.
+def replace_signal_handlers(trainer: Trainer, guard: FiniteGuard) -> None:
+    """Replace the Trainer's signal handlers during a fit; call it before the Trainer registers them.
 
     Args:
-        trainer: its connector of signals is replaced.
-        guard: asks every rank before each step.
+        trainer: the Trainer, whose signal connector is replaced.
+        guard: holds the vote before each step.
     """
-    listen_no_more(trainer)
-    sent = Sent() if trainer.state.fn == TrainerFn.FITTING else None
+    remove_stop_callback(trainer)
+    sent = ReceivedSignals() if trainer.state.fn == TrainerFn.FITTING else None
     trainer._signal_connector = StepSignals(trainer, sent)
     guard.wish = None if sent is None else sent.wish
     if sent is None:
         return
     callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    callbacks.append(StopAtStep(guard))  # the last one: the others have seen the step
+    callbacks.append(StopAtStep(guard))  # last in the list: the other callbacks have seen the step
 
 
-def listen_no_more(trainer: Any) -> None:
-    """Leave the end of steps alone again; the old list may be on its way through the callbacks' hooks."""
+def remove_stop_callback(trainer: Any) -> None:
+    """Remove the callback; a new list is set, since Lightning may be iterating over the old one."""
     trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, StopAtStep)]
 
 
 class StepSignals(_SignalConnector):
-    """Lightning's connector of signals, with handlers that only make a note.
+    """Lightning's signal connector, with handlers that only set flags.
 
-    ``received_sigterm`` is true from the signal on, on the rank that was sent it, and on all ranks once they
-    stop. Lightning's loops read False: they would stop this rank alone, within an accumulation window.
+    ``received_sigterm`` is true on the rank that received the signal, and on all ranks once they stop.
+    Lightning's loops read False: they would stop this rank alone, within an accumulation window.
 
     Args:
-        trainer: whose signals they are.
-        sent: where notes are made; ``None`` where nothing can be lost: then SIGTERM ends the run at once.
+        trainer: the Trainer that owns the connector.
+        sent: records the signals; ``None``: nothing can be lost, SIGTERM ends the run at once.
     """
 
-    def __init__(self, trainer: Trainer, sent: Sent | None) -> None:
+    def __init__(self, trainer: Trainer, sent: ReceivedSignals | None) -> None:
         self._sent, self._received = sent, False
         super().__init__(trainer)
 
     @property
     def received_sigterm(self) -> bool:  # type: ignore[override]
-        """True if this rank was sent SIGTERM, for everybody but Lightning's loops."""
+        """True if this rank received SIGTERM, for all readers but Lightning's loops."""
         reader = sys._getframe(2).f_globals.get("__name__", "")  # past Trainer.received_sigterm
         return self._received and not reader.startswith(_LOOPS)
 
     @received_sigterm.setter
     def received_sigterm(self, received: bool) -> None:
         self._received = received
-        if received and self._sent is not None:  # by a program that wants all ranks to stop
+        if received and self._sent is not None:  # set by a program that wants all ranks to stop
             self._sent.stop()
 
     def _sigterm_notifier_fn(self, signum: Any, _: Any) -> None:
@@ -150,10 +150,10 @@ _LOOPS = "lightning.pytorch.loops."
 
 
 class StopAtStep(Callback):
-    """Ends a run with the step that some rank wished to be the last one.
+    """A callback that ends the run after the step at which some rank requested it.
 
     Args:
-        guard: knows what all ranks have wished for.
+        guard: has the result of the vote.
     """
 
     def __init__(self, guard: FiniteGuard) -> None:
@@ -172,7 +172,7 @@ class StopAtStep(Callback):
             return
         trainer._signal_connector.received_sigterm |= wishes % REQUEUE > 0
         name = save_for_queue(trainer) if _is_queued(trainer) else save_last(trainer)
-        again = wishes >= REQUEUE and trainer.is_global_zero and queue_again()
+        again = wishes >= REQUEUE and trainer.is_global_zero and requeue_job()
         _wait_at_exit(trainer)
         rank_zero_info(
             f"stopped by a signal after step {trainer.global_step}, saved as {name}"
@@ -187,13 +187,14 @@ def _is_queued(trainer: Trainer) -> bool:
 
 
 def save_last(trainer: Trainer) -> str:
-    """Update the first ModelCheckpoint's ``last.ckpt``, or save to one where the Trainer writes; its path."""
+    """Update the first ModelCheckpoint's ``last.ckpt``, or save to the Trainer's folder; return the
+    path."""
     first = next((x for x in trainer.checkpoint_callbacks if isinstance(x, ModelCheckpoint)), None)
     if first is None:
         path = os.path.join(trainer.default_root_dir, "last.ckpt")  # noqa: PTH118 - may be a URL
         trainer.save_checkpoint(path, weights_only=False)
     else:
-        chosen, first.save_last = first.save_last, True  # also where it is a link to an older one
+        chosen, first.save_last = first.save_last, True  # also if it is a link to an older one
         try:
             first._save_last_checkpoint(trainer, first._monitor_candidates(trainer))
         finally:
@@ -204,10 +205,10 @@ def save_last(trainer: Trainer) -> str:
 
 
 def save_for_queue(trainer: Trainer) -> str:
-    """Save to where Lightning looks when a job of SLURM begins again; its name.
+    """Save the file from which Lightning resumes a requeued SLURM job; return its name.
 
-    Lightning takes the file with the highest number, and reads one out of any name with ``ckpt_`` in it: that
-    of a save which was killed as well. So files are written in a folder of their own.
+    Lightning reads the highest number among all files with ``ckpt_`` in their names, also of a save that
+    was killed. So files are written in a separate folder and then moved.
     """
     path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
     path = trainer.strategy.broadcast(str(path))
@@ -221,7 +222,7 @@ def save_for_queue(trainer: Trainer) -> str:
     _wait_for_saves(trainer)
     if trainer.is_global_zero:
         saved.replace(final)
-        with suppress(OSError):  # what a save that was killed has left is no harm there
+        with suppress(OSError):  # leftovers of a killed save do no harm there
             saved.parent.rmdir()
     trainer.strategy.barrier()
     return final.name
@@ -232,8 +233,9 @@ def _wait_for_saves(trainer: Trainer) -> None:
     strategy.wait_for_saves()
 
 
-def queue_again() -> bool:
-    """Have SLURM begin this job anew, as it will once its nodes are given back; whether it has agreed."""
+def requeue_job() -> bool:
+    """Ask SLURM to requeue this job, which restarts once its nodes are free; return whether SLURM
+    agreed."""
     job = os.environ["SLURM_JOB_ID"]
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
@@ -243,12 +245,13 @@ def queue_again() -> bool:
     except OSError as error:
         status, said = 1, str(error)
     if status:
-        rank_zero_warn(f"scontrol requeue {job} failed ({said}): submit the job again by hand")
+        rank_zero_warn(f"scontrol requeue {job} failed ({said}). Submit the job again by hand")
     return not status
 
 
 def _wait_at_exit(trainer: Trainer) -> None:
-    """The other ranks end by themselves, with 143 too, which Lightning would take for a failure."""
+    """Wait for the other ranks at exit: they also end with 143, which Lightning would treat as a
+    failure."""
     processes: list[Any] = getattr(trainer.strategy.launcher, "procs", [])
     started = [process for process in processes if isinstance(process, subprocess.Popen)]
     if started:

@@ -1,8 +1,8 @@
-"""Checks of who starts the processes, and that their ranks fit what the Trainer was told.
+"""Checks of the launcher: that ranks, devices and nodes fit the Trainer's arguments.
 
-Lightning reads a rank from environment variables, and which ones depends on who has started the process. A
-wrong one ends in a rendezvous that waits half an hour for a rank that does not exist, so all of them are
-compared as soon as the number of devices is known, when the Trainer or Fabric is made.
+Lightning reads a rank from environment variables; which ones depends on the launcher. A wrong one ends in
+a rendezvous that waits half an hour for a rank that does not exist. So all of them are compared as soon as
+the number of devices is known, when the Trainer or Fabric is made.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ START_METHODS = ("popen", "spawn", "fork")
 
 @dataclass(frozen=True)
 class Launcher:
-    """Somebody who starts all processes, and the variables that say which one a process is."""
+    """A program that starts all processes, and the variables in which it gives each its rank."""
 
     name: str
     rank: str
     world_size: str
     local_rank: str
     per_node: str
-    """Processes of a node; not always set."""
+    """Variable with the processes per node; not always set."""
     start: str
-    """How to start the right number."""
+    """Command that starts the right number of processes."""
 
 
 TORCHRUN = Launcher(
@@ -52,7 +52,7 @@ LAUNCHERS: dict[type[ClusterEnvironment], Launcher] = {
 
 
 def check_start_method(start_method: str) -> None:
-    """Refuse ways to start processes that do not give every rank parameters of its own.
+    """Refuse start methods that give ranks shared parameters.
 
     Raises:
         ConfigError: it is none of ``START_METHODS``.
@@ -72,35 +72,35 @@ def check_start_method(start_method: str) -> None:
 def check_ranks(
     environment: ClusterEnvironment, start_method: str, devices: int, num_nodes: int
 ) -> None:
-    """Compare what this process was told of its rank with the number of devices and nodes.
+    """Compare the rank variables of this process with the number of devices and nodes.
 
     Args:
-        environment: who says what rank this is, as Lightning has found or been given it.
-        start_method: how the strategy would start processes, if it has to.
-        devices: processes of each node.
-        num_nodes: machines.
+        environment: Lightning's cluster environment, which reads the rank.
+        start_method: the strategy's way to start processes, if it has to.
+        devices: number of processes on each node.
+        num_nodes: number of machines.
 
     Raises:
-        ConfigError: variables that are missing, contradict each other or the two numbers, or a start method
-            that cannot work here.
+        ConfigError: variables are missing or contradict each other or the two numbers, or the start method
+            cannot work here.
     """
     launcher = LAUNCHERS.get(type(environment))
     if launcher is not None:
-        _refuse_second_start(launcher, start_method)
+        _check_not_started(launcher, start_method)
         _check_external(launcher, devices, num_nodes)
     elif type(environment) is LightningEnvironment:
-        _refuse_notebook(start_method)
+        _check_no_notebook(start_method)
         _check_own(start_method, devices, num_nodes)
 
 
 def _check_external(launcher: Launcher, devices: int, num_nodes: int) -> None:
-    """All processes were started by somebody else, who has told each of them its rank."""
+    """Check the variables of an external launcher, which has started all processes."""
     needed = (launcher.rank, launcher.world_size, launcher.local_rank)
     if missing := [name for name in needed if name not in os.environ]:
         raise ConfigError(
-            f"this process was started by {launcher.name}, but {_listed(missing)} not set; set are "
-            f"{_shown(needed) or 'none of its variables'}. Start all processes with "
-            f"{launcher.start.format(devices=devices, num_nodes=num_nodes)} and leave its variables alone."
+            f"this process was started by {launcher.name}, but {_join_names(missing)} not set (set: "
+            f"{_format_variables(needed) or 'none of its variables'}). Start all processes with "
+            f"{launcher.start.format(devices=devices, num_nodes=num_nodes)} and do not change its variables."
         )
     rank, world_size = _number(launcher.rank), _number(launcher.world_size)
     if not 0 <= rank < world_size:
@@ -112,18 +112,18 @@ def _check_external(launcher: Launcher, devices: int, num_nodes: int) -> None:
     if world_size != devices * num_nodes:
         raise ConfigError(
             f"{launcher.world_size}={world_size} processes were started by {launcher.name}, but "
-            f"{_asked(devices, num_nodes)}. Start them with {start}, or change devices and num_nodes."
+            f"{_devices_text(devices, num_nodes)}. Start them with {start}, or change devices and num_nodes."
         )
     _check_local(launcher.local_rank, devices)
     if launcher.per_node in os.environ and (here := _number(launcher.per_node)) != devices:
         raise ConfigError(
             f"{launcher.per_node}={here} processes were started on each node by {launcher.name}, but "
-            f"{_asked(devices, num_nodes)}. devices has to be {here}, or start them with {start}."
+            f"{_devices_text(devices, num_nodes)}. devices has to be {here}, or start them with {start}."
         )
 
 
 def _check_own(start_method: str, devices: int, num_nodes: int) -> None:
-    """Lightning starts the processes, or the user has started each of them and says so by LOCAL_RANK."""
+    """Check the variables where Lightning starts the processes, or the user did and set LOCAL_RANK."""
     node_rank = _number("NODE_RANK" if "NODE_RANK" in os.environ else "GROUP_RANK", default=0)
     if not 0 <= node_rank < num_nodes:
         raise ConfigError(
@@ -132,22 +132,22 @@ def _check_own(start_method: str, devices: int, num_nodes: int) -> None:
         )
     _check_nodes_can_meet(num_nodes)
     if start_method != "popen":
-        return  # Lightning tells its workers; WORLD_SIZE and RANK are not read
+        return  # Lightning sets it for its workers; WORLD_SIZE and RANK are not read
     if "LOCAL_RANK" not in os.environ:
-        _refuse_half_a_launcher()
+        _check_known_launcher()
         return
     local_rank = _check_local("LOCAL_RANK", devices)
     world_size = _number("WORLD_SIZE", default=devices * num_nodes)
     if world_size != devices * num_nodes:
         raise ConfigError(
-            f"WORLD_SIZE={world_size} is set, but {_asked(devices, num_nodes)}. Unset LOCAL_RANK and "
+            f"WORLD_SIZE={world_size} is set, but {_devices_text(devices, num_nodes)}. Unset LOCAL_RANK and "
             "WORLD_SIZE to let Lightning start the processes, or make the two agree."
         )
     if world_size > 1 and "MASTER_PORT" not in os.environ:
         raise ConfigError(
-            f"LOCAL_RANK={local_rank} is set, so this is taken for one of {world_size} processes that were "
-            "started by hand, but MASTER_PORT is not, so they cannot meet. Unset LOCAL_RANK to let Lightning "
-            "start the processes, or set MASTER_ADDR and MASTER_PORT in all of them."
+            f"LOCAL_RANK={local_rank} is set, as in {world_size} processes started by hand, but MASTER_PORT "
+            "is not, so they cannot connect. Unset LOCAL_RANK to let Lightning start the processes, or set "
+            "MASTER_ADDR and MASTER_PORT in all of them."
         )
 
 
@@ -162,32 +162,32 @@ def _check_local(name: str, devices: int) -> int:
 
 
 def _check_nodes_can_meet(num_nodes: int) -> None:
-    """Processes of several nodes cannot guess where the first one is, or which node they are on."""
+    """Check that several nodes have an address to meet at and a number each."""
     needed = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
     given = {*os.environ, *(["NODE_RANK"] if "GROUP_RANK" in os.environ else [])}
     missing = [name for name in needed if name not in given]
     if num_nodes > 1 and missing:
         raise ConfigError(
-            f"num_nodes={num_nodes}, but {_listed(missing)} not set, so the nodes cannot find each other. "
-            "Start the program with torchrun or srun, or set MASTER_ADDR, MASTER_PORT and NODE_RANK on every "
-            "node."
+            f"num_nodes={num_nodes}, but {_join_names(missing)} not set, so the nodes cannot find each "
+            "other. Start the program with torchrun or srun, or set MASTER_ADDR, MASTER_PORT and NODE_RANK "
+            "on every node."
         )
 
 
-def _refuse_half_a_launcher() -> None:
-    """Refuse a launcher where RANK and WORLD_SIZE are set: each process would start the others once more."""
+def _check_known_launcher() -> None:
+    """Refuse RANK and WORLD_SIZE without a known launcher: each process would start the others again."""
     names = ("RANK", "WORLD_SIZE")
     if not all(name in os.environ for name in names) or _number("WORLD_SIZE") == 1:
         return
     if not {"NODE_RANK", "GROUP_RANK"} & set(os.environ):
         raise ConfigError(
-            f"{_shown(names)} are set, but LOCAL_RANK is not, so it is not known which of its node's "
-            "processes this is. Start them with torchrun, which sets all of them, set LOCAL_RANK and "
-            "NODE_RANK in each, or unset RANK and WORLD_SIZE to let Lightning start the processes."
+            f"{_format_variables(names)} are set, but LOCAL_RANK is not, so this process's place on its "
+            "node is unknown. Start all processes with torchrun, or set LOCAL_RANK and NODE_RANK in "
+            "each, or unset RANK and WORLD_SIZE to let Lightning start them."
         )
 
 
-def _refuse_second_start(launcher: Launcher, start_method: str) -> None:
+def _check_not_started(launcher: Launcher, start_method: str) -> None:
     if start_method != "popen":
         raise ConfigError(
             f"start_method={start_method!r} starts processes, but {launcher.name} has started them already. "
@@ -195,11 +195,11 @@ def _refuse_second_start(launcher: Launcher, start_method: str) -> None:
         )
 
 
-def _refuse_notebook(start_method: str) -> None:
+def _check_no_notebook(start_method: str) -> None:
     if start_method != "fork" and (hasattr(sys, "ps1") or sys.flags.interactive):
         raise ConfigError(
-            f"start_method={start_method!r} starts processes by running a program, and in a notebook or "
-            "an interactive session there is none. Use strategy='ulysses_ring_fork', or "
+            f"start_method={start_method!r} starts processes by running the program again, which does not "
+            "exist in a notebook or an interactive session. Use strategy='ulysses_ring_fork', or "
             "UlyssesRingStrategy(start_method='fork')."
         )
 
@@ -216,19 +216,19 @@ def _number(name: str, default: int | None = None) -> int:
         ) from None
 
 
-def _asked(devices: int, num_nodes: int) -> str:
+def _devices_text(devices: int, num_nodes: int) -> str:
     return f"devices={devices} x num_nodes={num_nodes} is {devices * num_nodes}"
 
 
-def _shown(names: tuple[str, ...]) -> str:
+def _format_variables(names: tuple[str, ...]) -> str:
     return ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'}"
 
 
-# Hydra sweeps in which a strategy that starts its own processes would train on the wrong ones.
+# Hydra sweeps in which a strategy that starts processes would train on the wrong ones.
 
 
 def refuse_foreign_launcher(
@@ -236,13 +236,13 @@ def refuse_foreign_launcher(
 ) -> None:
     """Refuse to start ranks from a job that shares its process with the sweep.
 
-    Lightning would start them with the command line of the whole sweep, and what the first job leaves in the
+    Lightning would start them with the command line of the whole sweep. What the first job leaves in the
     environment and in ``torch.distributed`` would decide the ranks of the next ones.
 
     Args:
-        environment: who says what rank this is; ranks that a cluster or torchrun has started are fine.
+        environment: Lightning's cluster environment; ranks started by a cluster or torchrun are accepted.
         start_method: ``popen`` runs the program again; ``spawn`` and ``fork`` do not.
-        processes: the world size that is wanted.
+        processes: the world size.
 
     Raises:
         ConfigError: the job runs inside a sweep, and the ranks would be started by running the program.
@@ -258,7 +258,8 @@ def refuse_foreign_launcher(
 
 
 def _launcher_of_the_sweep() -> str | None:
-    """The class that runs this sweep's jobs; None outside a sweep, and where Hydra is not even loaded."""
+    """Return the class that runs this sweep's jobs; ``None`` outside a sweep, or if Hydra is not
+    loaded."""
     hydra = sys.modules.get("hydra.core.hydra_config")
     if hydra is None or not hydra.HydraConfig.initialized():
         return None

@@ -1,10 +1,10 @@
-"""Ranks that torchrun has started again meet in a part of its store that no earlier ones have written to.
+"""Rendezvous of ranks that torchrun restarted, in a part of its store that no earlier ranks wrote to.
 
 torchrun's agents keep one store for all attempts (without ``--rdzv-backend``, or with ``static``), and
-PyTorch uses the same keys in each: a rank may find the address of one that is dead, and is refused a
-connection. The number of an attempt (``TORCHELASTIC_RESTART_COUNT``) is no help: every node's agent counts
-its own. So rank 0 makes up a name for the attempt. A rank asks for it under a name that it has made up
-itself, so that what it is answered cannot be an answer to somebody else.
+PyTorch uses the same keys in each. A rank may then read the address of a dead one, and its connection is
+refused. The number of an attempt (``TORCHELASTIC_RESTART_COUNT``) does not help: every node's agent counts
+separately. So rank 0 makes up a name for the attempt. A rank asks for it under a random key, so that the
+answer cannot be meant for an earlier rank.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from lightning.fabric.utilities.distributed import _destroy_dist_connection
 
 _FOLDER = "lightning_cp/attempt"
 _PAUSE = 0.05
-"""Seconds between two looks of rank 0 at who has asked."""
+"""Seconds between two looks of rank 0 for new requests."""
 
 
 def connect(strategy: Any) -> None:
-    """Make the default group, if torchrun's store is going to be used more than once."""
+    """Make the default group, if torchrun's store may be used more than once."""
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if not (shared and restarts) or dist.is_initialized():
@@ -54,14 +54,14 @@ def connect(strategy: Any) -> None:
         device_id=device if device.type != "cpu" else None,
     )
     if backend == "nccl":
-        atexit.register(_destroy_dist_connection)  # as Lightning has it
+        atexit.register(_destroy_dist_connection)  # Lightning's default
 
 
 def name_of_attempt(store: dist.Store, rank: int, world_size: int, patience: timedelta) -> str:
-    """A name for this attempt, the same on all ranks that live now, and of no earlier one.
+    """Return a name for this attempt: the same on all live ranks, and different from earlier attempts.
 
     Raises:
-        DistStoreError: the others have not come within ``patience``, which is the store's own too.
+        DistStoreError: other ranks did not arrive within ``patience``, the store's own timeout, too.
     """
     own = uuid.uuid4().hex
     if rank:
@@ -83,50 +83,51 @@ def name_of_attempt(store: dist.Store, rank: int, world_size: int, patience: tim
 
 
 def _answer(store: dist.Store, rank: int, name: str) -> None:
-    """Whoever has asked last as this rank; the question may be that of a dead one."""
+    """Answer the latest request made as this rank; it may be that of a dead process."""
     key = f"{_FOLDER}/asks/{rank}"
     if store.check([key]):
         store.set(f"{_FOLDER}/answer/{store.get(key).decode()}", name)
 
 
-# The end of a program whose ranks talk by gloo: its threads come to rest before Python does.
+# The exit of a program whose ranks use gloo: its threads must be idle before Python ends.
 #
-# One of them completes a collective, which wakes the main thread, and lets go of the tensors after that.
-# Where it has no turn before Python takes itself down, on a busy machine, it finds nobody to let go of
-# them, and aborts the process ("terminate called without an active exception", status 134). Destroying the
-# groups would not help: they live for as long as some sharded tensor refers to its mesh.
+# One of them completes a collective, which wakes the main thread, and releases the tensors after that. If
+# it gets no turn before Python shuts down (on a busy machine), it cannot release them and aborts the
+# process ("terminate called without an active exception", status 134). Destroying the groups does not help:
+# they live as long as a sharded tensor refers to its mesh.
 
 
-LIMIT = 2.0
-"""Seconds in which a thread has a turn."""
-PAUSE = 0.005
-"""Seconds in which the main thread leaves Python to others."""
-THREAD = "pt_gloo_runloop"
-"""What PyTorch calls those that complete collectives."""
+IDLE_TIMEOUT = 2.0
+"""Seconds in which a thread gets a turn."""
+IDLE_PAUSE = 0.005
+"""Seconds for which the main thread gives Python to others."""
+GLOO_THREAD = "pt_gloo_runloop"
+"""PyTorch's name for the threads that complete collectives."""
 
 _registered: list[Finalize] = []
 
 
-def let_gloo_rest_at_exit() -> None:
-    """Once in a process; also where it was forked, so that nothing of ``atexit`` is called."""
+def wait_for_gloo_at_exit() -> None:
+    """Register the wait, once per process; in forked ones too, whose ``atexit`` list is not called."""
     if not _registered:
-        _registered.append(Finalize(None, let_gloo_rest, exitpriority=0))
+        _registered.append(Finalize(None, wait_for_gloo, exitpriority=0))
 
 
-def let_gloo_rest() -> None:
-    """Wait until none of gloo's threads has anything to do; where that cannot be seen, for a moment."""
-    end = time.monotonic() + LIMIT
-    time.sleep(PAUSE)
-    while any(state == "R" for state in thread_states(THREAD)) and time.monotonic() < end:
-        time.sleep(PAUSE)
+def wait_for_gloo() -> None:
+    """Wait until gloo's threads are idle; where their states cannot be read, for a moment."""
+    end = time.monotonic() + IDLE_TIMEOUT
+    time.sleep(IDLE_PAUSE)
+    while any(state == "R" for state in thread_states(GLOO_THREAD)) and time.monotonic() < end:
+        time.sleep(IDLE_PAUSE)
 
 
 def thread_states(name: str) -> list[str]:
-    """Of this process's threads of that name, as Linux has them: ``R`` runs or waits for its turn."""
+    """Return the states of this process's threads of that name, as Linux reports them: ``R`` is
+    runnable."""
     found = []
     with suppress(OSError):
         for task in Path("/proc/self/task").iterdir():
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the thread has ended
                 called, _, rest = (
                     task.joinpath("stat").read_text().partition("(")[2].rpartition(")")
                 )

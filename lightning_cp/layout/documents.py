@@ -48,14 +48,14 @@ class Documents:
 
     @classmethod
     def single(cls, seq_len: int) -> Documents:
-        """One document that fills the sequence."""
+        """Make one document that fills the sequence."""
         return cls([np.array([[0, seq_len]], dtype=np.int64)], seq_len)
 
     @classmethod
     def from_cu_seqlens(
         cls, cu_seqlens: IntsLike, seq_len: SupportsIndex | None = None
     ) -> Documents:
-        """Packed rows from cumulative lengths ``[documents + 1]``, as flash-attn takes them for one row,
+        """Make packed rows from cumulative lengths ``[documents + 1]``, as flash-attn takes them for one row,
         or ``[rows, documents + 1]``. Rows with fewer documents repeat their last entry.
 
         Raises:
@@ -85,7 +85,7 @@ class Documents:
     def from_segment_ids(
         cls, segment_ids: torch.Tensor, padding_id: int | None = None
     ) -> Documents:
-        """From ids ``[rows, seq_len]`` (or ``[seq_len]``): a run of equal ids is a document.
+        """Make documents from ids ``[rows, seq_len]`` (or ``[seq_len]``): a run of equal ids is a document.
 
         Args:
             segment_ids: integers; ids of documents are unique within a row.
@@ -99,7 +99,7 @@ class Documents:
 
     @classmethod
     def from_position_ids(cls, position_ids: torch.Tensor) -> Documents:
-        """From positions that restart: a document begins wherever the step is not +1.
+        """Make documents from positions that restart: one begins wherever the step is not +1.
 
         Args:
             position_ids: integers ``[rows, seq_len]`` or ``[seq_len]``; or ``[4, rows, seq_len]`` as
@@ -125,7 +125,7 @@ class Documents:
 
     @classmethod
     def from_padding_mask(cls, mask: torch.Tensor) -> Documents:
-        """From a ``[rows, seq_len]`` mask, 1 for tokens and 0 for left or right padding.
+        """Make documents from a ``[rows, seq_len]`` mask, 1 for tokens and 0 for left or right padding.
 
         Raises:
             ShapeError: a row has padding between tokens (a dense mask cannot be expressed), or values
@@ -154,7 +154,7 @@ class Documents:
 
     @property
     def num_rows(self) -> int:
-        """Rows given; 1 means that every batch row has these documents."""
+        """Number of rows; 1 means that every batch row has these documents."""
         return len(self.rows)
 
     @property

@@ -105,34 +105,34 @@ class SequenceLayout:
                 "Make both for the same sequence."
             )
 
-    @property
+    @cached_property
     def cp_size(self) -> int:
         """Ranks that share one sequence."""
         return self.ring_size * self.ulysses_size
 
-    @property
+    @cached_property
     def divisor(self) -> int:
         """The divisor of the padded length."""
         return length_divisor(self.ring_size, self.ulysses_size, self.chunks_per_rank)
 
-    @property
+    @cached_property
     def chunks_per_rank(self) -> int:
         """Equal chunks of a ring rank's tokens."""
         if self.kind == "contiguous" or self.ring_size == 1:
             return 1
         return 2 if self.kind == "zigzag" else self._assignment.per_rank
 
-    @property
+    @cached_property
     def padded_len(self) -> int:
         """Tokens after padding: the next multiple of ``divisor``."""
         return -(-self.seq_len // self.divisor) * self.divisor
 
-    @property
+    @cached_property
     def ring_len(self) -> int:
         """Tokens of one ring rank (all its Ulysses ranks together)."""
         return self.padded_len // self.ring_size
 
-    @property
+    @cached_property
     def local_len(self) -> int:
         """Tokens of one context-parallel rank."""
         return self.padded_len // self.cp_size
@@ -164,17 +164,23 @@ class SequenceLayout:
 
     def positions(self, cp_rank: int) -> torch.Tensor:
         """Return int64 ``[local_len]``: global index of each local token, in order; padding is >= seq_len."""
-        ring_rank, ulysses_rank = divmod(self._check_rank(cp_rank), self.ulysses_size)
-        runs = [
-            torch.arange(start, start + size) for start, size in self.segments(ring_rank).tolist()
-        ]
-        return torch.cat(runs)[ulysses_rank * self.local_len : (ulysses_rank + 1) * self.local_len]
+        return torch.cat([torch.arange(*run) for run in self._runs[self._check_rank(cp_rank)]])
 
     def real_len(self, cp_rank: int) -> int:
         """Count the local tokens that are not padding; they come first."""
         if self.padded_len == self.seq_len:
             return self.local_len
-        return int((self.positions(cp_rank) < self.seq_len).sum())
+        runs = self._runs[self._check_rank(cp_rank)]
+        return sum([max(0, min(end, self.seq_len) - start) for start, end in runs])
+
+    def count_by_rank(self, per_token: torch.Tensor) -> tuple[int, ...]:
+        """Return the sum of int64 [seq_len] on the host over the tokens of every context-parallel rank."""
+        sums = np.zeros(self.padded_len + 1, dtype=np.int64)
+        np.cumsum(per_token.numpy(), out=sums[1 : self.seq_len + 1])
+        sums[self.seq_len + 1 :] = sums[self.seq_len]
+        return tuple(
+            [sum([int(sums[end] - sums[start]) for start, end in runs]) for runs in self._runs]
+        )
 
     def shard(
         self, x: torch.Tensor, cp_rank: int, dim: int = 1, pad_value: float | int | bool = 0
@@ -187,9 +193,9 @@ class SequenceLayout:
         self._check_size(x, dim, self.seq_len, "shard", "the whole sequence")
         positions = self.positions(cp_rank).to(x.device)
         local = x.index_select(dim, positions.clamp(max=self.seq_len - 1))
-        padding = positions >= self.seq_len
-        if self.padded_len == self.seq_len or not bool(padding.any()):
+        if self.real_len(cp_rank) == self.local_len:
             return local
+        padding = positions >= self.seq_len
         shape = [1] * x.dim()
         shape[dim] = -1
         return local.masked_fill(padding.view(shape), pad_value)
@@ -224,6 +230,23 @@ class SequenceLayout:
         if self.kind == "balanced" and self.ring_size > 1:
             return _segments_of_chunks(self._assignment.chunks, size)
         return _regular_segments(self.chunks_per_rank, self.ring_size, size)
+
+    @cached_property
+    def _runs(self) -> tuple[list[tuple[int, int]], ...]:
+        """The runs (start, end) of consecutive global tokens of each context-parallel rank, in order."""
+        found: list[list[tuple[int, int]]] = []
+        for ring_rank in range(self.ring_size):
+            missing = 0
+            for start, size in self.segments(ring_rank).tolist():
+                end = start + size
+                while start < end:
+                    if not missing:  # the next Ulysses rank begins
+                        found.append([])
+                        missing = self.local_len
+                    stop = min(end, start + missing)
+                    found[-1].append((start, stop))
+                    start, missing = stop, missing - (stop - start)
+        return tuple(found)
 
     @cached_property
     def _assignment(self) -> ChunkAssignment:

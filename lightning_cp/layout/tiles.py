@@ -95,7 +95,7 @@ class Hop:
 
 def num_keys(ranges: Ranges) -> int:
     """Count the keys in a list of ranges."""
-    return sum(end - start for start, end in ranges)
+    return sum([end - start for start, end in ranges])
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Loaders that all ranks go through together, and their place in a run."""
+"""Synchronized loaders (all ranks iterate in step), their positions and random states."""

@@ -1,4 +1,4 @@
-"""One way through a loader, batch by batch together with the other ranks."""
+"""Iterator over a loader that all ranks advance together, batch by batch."""
 
 from __future__ import annotations
 
@@ -9,24 +9,31 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_cp.comm.consensus import checksum, fingerprint, gather_facts, vote
+from lightning_cp.comm.consensus import (
+    all_equal,
+    checksum,
+    fingerprint,
+    gather_by_vote,
+    gather_facts,
+)
 from lightning_cp.comm.object_broadcast import PackedObject, broadcast_packed, pack
 from lightning_cp.errors import BatchMismatchError, ConfigError
 from lightning_cp.layout.axes import Flat
-from lightning_cp.loaders.position import LoaderPosition, read_as_before, reopen
+from lightning_cp.loaders.position import LoaderPosition, open_at, read_with_random_state
 from lightning_cp.loaders.rng import RandomStates, drawn_since, follow, random_state
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.randomness.token_draws import without_token_draws
 from lightning_cp.utils.containers import tensors_of
 
-# Messages about loaders that do not go together.
+# Errors for loaders that do not match between ranks.
 
 
 UNSIZED, RECEIVES = -1, -2
-"""In the place of a length: a loader that has none, a rank that is given batches by another one."""
+"""Stand-ins for a length: of a loader without one, and of a rank that receives its batches from another
+one."""
 
 
-def refuse_lengths(
+def check_lengths(
     lengths: Sequence[int],
     group: dist.ProcessGroup,
     sample_size: int,
@@ -34,14 +41,14 @@ def refuse_lengths(
     training: bool,
     at_most: int | None,
 ) -> None:
-    """Loaders that have to go together must have one length, as far as it is used.
+    """Refuse loaders of different lengths, as far as they are used.
 
     Args:
-        lengths: of every rank of ``group``, ``UNSIZED`` or ``RECEIVES``.
-        group: all ranks; those that share samples follow each other.
-        sample_size: ranks that share samples.
-        training: all ranks go together, and not just those that share samples.
-        at_most: batches that are used.
+        lengths: batches on each rank of ``group``, or ``UNSIZED``, or ``RECEIVES``.
+        group: all ranks; those that share samples are consecutive.
+        sample_size: number of ranks that share samples.
+        training: all ranks advance together, not just those that share samples.
+        at_most: number of batches that are used.
 
     Raises:
         BatchMismatchError: naming every rank's length.
@@ -61,17 +68,17 @@ def refuse_lengths(
             )
 
 
-def refuse_ends(
+def raise_uneven_ends(
     ended: Sequence[int], going: Sequence[int], read: int, group: dist.ProcessGroup, training: bool
 ) -> None:
-    """Some loaders ended, and others did not.
+    """Refuse loaders of which some ended and others did not.
 
     Args:
-        ended: places in the group of those that ended.
-        going: of those that have one more batch.
-        read: batches before that.
-        group: who goes together.
-        training: all ranks go together, and not just those that share samples.
+        ended: group ranks whose loader ended.
+        going: group ranks that have one more batch.
+        read: number of batches before that.
+        group: the ranks that advance together.
+        training: all ranks advance together, not just those that share samples.
 
     Raises:
         BatchMismatchError: naming ranks and the batch.
@@ -84,11 +91,11 @@ def refuse_ends(
     )
 
 
-def refuse_same_stream(marks: Sequence[int]) -> None:
-    """Data ranks that train on the same samples.
+def check_streams_differ(marks: Sequence[int]) -> None:
+    """Refuse a stream that gives several data ranks the same samples.
 
     Args:
-        marks: of every data rank's first batch; 0 if there is none.
+        marks: checksum of every data rank's first batch; 0 if there is none.
 
     Raises:
         ConfigError: saying how to shard a stream.
@@ -97,17 +104,15 @@ def refuse_same_stream(marks: Sequence[int]) -> None:
         first = marks.index(mark)
         if mark and first < rank:
             raise ConfigError(
-                f"data ranks {first} and {rank} read the same first batch: a stream (an IterableDataset, or "
-                "a loader that is no DataLoader) has no sampler, and this one does not shard itself. Have it "
-                f"give each of the {len(marks)} data ranks its own samples, by strategy.data_rank and "
-                "strategy.data_parallel_size, not by the process's rank: islice(samples, data_rank, None, "
-                "data_parallel_size). batch_sync='broadcast' has one rank read for each group, but groups "
-                "still need a share each."
+                f"data ranks {first} and {rank} read the same first batch: this stream (an IterableDataset, "
+                f"or any loader without a sampler) does not shard itself. Give each of the {len(marks)} data "
+                "ranks its own samples: islice(samples, strategy.data_rank, None, "
+                "strategy.data_parallel_size). Streams need this with batch_sync='broadcast', too."
             )
 
 
-def refuse_other_calls(marks: Sequence[int], own: int, group: dist.ProcessGroup) -> None:
-    """Ranks that do not fetch from the same loader.
+def check_same_loader(marks: Sequence[int], own: int, group: dist.ProcessGroup) -> None:
+    """Refuse ranks that fetch from different loaders.
 
     Raises:
         BatchMismatchError: naming them.
@@ -116,8 +121,8 @@ def refuse_other_calls(marks: Sequence[int], own: int, group: dist.ProcessGroup)
     if others:
         raise BatchMismatchError(
             f"this rank fetches a batch, but {_ranks(others, group)} fetched from another loader, or did "
-            "something else. All ranks go through all loaders together: none may stop early, or look at a "
-            "loader alone (look at its dataset instead)."
+            "something else. All ranks must iterate over all loaders in step: no rank may stop early or "
+            "iterate alone (to look at samples, index the dataset)."
         )
 
 
@@ -129,11 +134,10 @@ def _ranks(places: Sequence[int], group: dist.ProcessGroup) -> str:
 def _why(training: bool) -> str:
     if training:
         return (
-            "Every rank takes part in every step of training, and in all steps where parameters are sharded "
-            "over data ranks, so all need the same number of batches: give every data rank as many samples, "
-            "or stop all with limit_train_batches=<the smallest number> (limit_val_batches, ...). "
-            "Ranks that share a sequence must read the same batches; batch_sync='broadcast' has one rank "
-            "read for its group."
+            "Every rank takes part in every training step (and, with sharded parameters, in every step), so "
+            "all need the same number of batches. Give every data rank as many samples, or set "
+            "limit_train_batches (limit_val_batches, ...) to the smallest number. Ranks that share a "
+            "sequence must read the same batches; with batch_sync='broadcast' one rank reads for its group."
         )
     return (
         "Ranks that share a sequence must read the same batches: shard by strategy.data_rank and "
@@ -150,7 +154,7 @@ class _Fetched:
 
     status: int
     batch: Any = None
-    parcel: PackedObject | None = None
+    packed: PackedObject | None = None
     error: Exception | None = None
 
 
@@ -158,14 +162,14 @@ class SynchronizedIterator(Iterator[Any]):
     """An iterator over the batches of a loader.
 
     Args:
-        loader: is read on this rank, unless it only receives.
+        loader: the loader to read, unless this rank only receives.
         mesh: the process groups.
-        number: which loader of the run it is.
+        number: index of the loader in the run.
         broadcasts: the first rank of each cp group reads for the others.
-        trains: whether the next fetch is for training.
+        trains: returns whether the next fetch is for training.
         together: data ranks take part in each other's steps outside of training, too.
         is_stream: no sampler shards the loader.
-        place: is told how far this pass is.
+        place: the position to keep up to date.
         before_training: called before a batch to train on is read.
     """
 
@@ -193,46 +197,46 @@ class SynchronizedIterator(Iterator[Any]):
         self._read, self._ended = 0, False
         self._error: Exception | None = None
         self._batches: Iterator[Any] | None = None
-        if place.resumed is not None:  # the random state to begin with is not there yet
+        if place.resumed is not None:  # the random state to begin with is not known yet
             if place.resumed.get("over"):
-                place.take_generators(loader)
+                place.restore_generators(loader)
                 self._ended = True
             return
         before = random_state() if broadcasts else {}
         try:
             self._open()
-        except Exception as refused:  # told to all with the first batch
+        except Exception as refused:  # sent to all with the first batch
             self._error = refused
         if self._shares is not None:
             self._agree_on_loader()
-            parcel = pack(drawn_since(before)) if self._reads else None
-            follow(broadcast_packed(parcel, self._shares))
+            packed = pack(drawn_since(before)) if self._reads else None
+            follow(broadcast_packed(packed, self._shares))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy is at its end: workers and groups are those of this run."""
+        """Pickle or copy as an exhausted iterator: workers and groups belong to this run."""
         return iter, ((),)
 
     def _open(self) -> Iterator[Any]:
-        """The way through this rank's loader, from its beginning or from the place to go on from."""
+        """Open this rank's loader, from its beginning or from the position to resume at."""
         saved = self._place.resumed
         if saved is None or saved["begin"] is None:
-            self._place.begins(self._loader)
+            self._place.start_pass(self._loader)
             self._batches = iter(self._loader) if self._reads else iter(())
         else:
-            self._place.goes_on(saved)
+            self._place.resume_pass(saved)
             self._waiting = deque(saved["pending"])
-            self._batches = reopen(self._loader, saved) if self._reads else iter(())
+            self._batches = open_at(self._loader, saved) if self._reads else iter(())
         return self._batches
 
     def _next(self) -> Any:
-        """This rank's next batch."""
+        """Return this rank's next batch."""
         batches = self._open() if self._batches is None else self._batches
-        self._place.asked(trains=self._trains())
-        # Batches that wait were read before the moment that was saved.
+        self._place.request_batch(trains=self._trains())
+        # Pending batches were read before the saved moment.
         moment = self._waiting.popleft() if self._waiting else None
-        self._place.reads(self._loader, moment)
+        self._place.before_read(self._loader, moment)
         if moment is not None:
-            return read_as_before(moment, self._loader, lambda: next(batches))
+            return read_with_random_state(moment, self._loader, lambda: next(batches))
         return next(batches)
 
     def __next__(self) -> Any:
@@ -240,23 +244,23 @@ class SynchronizedIterator(Iterator[Any]):
             raise StopIteration
         training = self._trains()
         if training:
-            # What is saved before the first batch is the beginning of this pass, not of the next one.
-            self._place.asked(trains=True)
+            # A state saved before the first batch is the beginning of this pass, not of the next one.
+            self._place.request_batch(trains=True)
             self._before_training()
         with (
             without_token_draws()
-        ):  # with Fabric the step before lasts until the next batch is sharded
+        ):  # under Fabric the previous step lasts until the next batch is sharded
             fetched = self._fetch()
         try:
             self._agree(fetched, training)
         except StopIteration:
-            self._place.ends()
+            self._place.end_pass()
             raise
         self._read += 1
-        self._place.has_read()
+        self._place.after_read()
         if self._shares is None:
             return fetched.batch
-        batch, draws = broadcast_packed(fetched.parcel, self._shares)
+        batch, draws = broadcast_packed(fetched.packed, self._shares)
         if self._reads:
             return fetched.batch
         follow(draws)
@@ -264,15 +268,14 @@ class SynchronizedIterator(Iterator[Any]):
 
     def _agree_on_loader(self) -> None:
         group = self._mesh.control_group(Flat.CP)
-        if not vote(("a pass begins", self._name), group):
-            table = gather_facts({"loader": self._name}, group, what="pass begins")
-            refuse_other_calls([row["loader"] for row in table], self._name, group)
+        names = gather_by_vote(self._name, group, what="pass begins")
+        check_same_loader(names, self._name, group)
 
     def _fetch(self) -> _Fetched:
         if not self._reads:
             if self._batches is None:
                 self._open()
-            self._place.asked(trains=self._trains())
+            self._place.request_batch(trains=self._trains())
             return _Fetched(_RECEIVES)
         if self._error is not None:
             return _Fetched(_ENDED, error=self._error)
@@ -284,11 +287,13 @@ class SynchronizedIterator(Iterator[Any]):
             return _Fetched(_HAS, batch, pack((batch, drawn_since(before))))
         except StopIteration:
             return _Fetched(_ENDED)
-        except Exception as refused:  # any: a rank that raised alone would leave the others waiting
+        except (
+            Exception
+        ) as refused:  # any error: a rank that raised alone would leave the others waiting
             return _Fetched(_ENDED, error=refused)
 
     def _agree(self, fetched: _Fetched, training: bool) -> None:
-        """Have all ranks that go together know what each of them has.
+        """Exchange each rank's outcome, and check that all match.
 
         Raises:
             StopIteration: all are at the end.
@@ -299,7 +304,7 @@ class SynchronizedIterator(Iterator[Any]):
         together = training or self._together
         group = self._mesh.control_group(Flat.LOSS if together else Flat.CP)
         watches = training and self._is_stream and self._mesh.data_size > 1 and not self._read
-        if vote(self._name, group, dissents=watches or fetched.status == _ENDED):
+        if all_equal(self._name, group, dissents=watches or fetched.status == _ENDED):
             return
         facts = {
             "loader": self._name,
@@ -307,20 +312,20 @@ class SynchronizedIterator(Iterator[Any]):
             "first": _mark(fetched.batch) if watches else 0,
         }
         table = gather_facts(facts, group, what="loader", error=fetched.error)
-        refuse_other_calls([row["loader"] for row in table], self._name, group)
+        check_same_loader([row["loader"] for row in table], self._name, group)
         places = {
             status: [at for at, row in enumerate(table) if row["status"] == status]
             for status in (_ENDED, _HAS)
         }
-        refuse_ends(places[_ENDED], places[_HAS], self._read, group, together)
+        raise_uneven_ends(places[_ENDED], places[_HAS], self._read, group, together)
         if places[_ENDED]:
             self._ended = True
             raise StopIteration
         if watches:
-            refuse_same_stream([row["first"] for row in table[:: self._mesh.sample_size]])
+            check_streams_differ([row["first"] for row in table[:: self._mesh.sample_size]])
 
 
 def _mark(batch: Any) -> int:
-    """Of all tensors of a batch; 0 if there are none to be found."""
+    """Return a checksum of all tensors in a batch; 0 if it has none."""
     found = [(name, checksum(x)) for name, x in tensors_of(batch)]
     return fingerprint(found) if found else 0

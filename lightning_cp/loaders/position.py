@@ -1,4 +1,4 @@
-"""Where a loader is: which way through it, how many batches of that, and what the random numbers were."""
+"""Position of a loader: pass, batches within it, and states of random number generators."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from lightning_cp.errors import CheckpointError
 from lightning_cp.loaders.rng import RandomStates
 
-# The order of samples, where data ranks or batches are others than before.
+# Resuming with another number of data ranks or another batch size.
 #
-# The place of a loader is a number of steps, so a step has to use as many samples as before: then what was
-# used, over all ranks, is the beginning of an order that all meshes share: nothing is repeated or left out.
+# A loader's position is a number of steps, so a step must use as many samples as before: then the samples
+# used, over all ranks, are the beginning of an order that all meshes share, and none is repeated or left
+# out.
 
 
 def order_of(loader: Any) -> str | None:
-    """A name that two loaders share if they deal one order out to data ranks; ``None``: nobody knows."""
+    """Return a key that is equal for loaders that deal one order of samples out to data ranks;
+    ``None``: unknown."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
@@ -33,11 +35,11 @@ def order_of(loader: Any) -> str | None:
     return f"{type(sampler).__name__}, shuffle={sampler.shuffle}, seed={sampler.seed}"
 
 
-def require_same_order(loader: Any, saved: Mapping[str, Any]) -> None:
-    """Refuse to go on within a pass where what is left of it would not be read.
+def check_same_order(loader: Any, saved: Mapping[str, Any]) -> None:
+    """Refuse to resume within a pass whose remaining samples would not be the ones read.
 
-    As many data ranks go on by the state of a loader that has one; without one, and without a known order or
-    batch_size, nobody can tell, and the loader is taken for the same.
+    A loader with a state resumes on as many data ranks. Without a state, a known order or a batch_size
+    there is nothing to compare, and the loader is taken for the same.
 
     Raises:
         CheckpointError: saying what has to be equal.
@@ -49,7 +51,7 @@ def require_same_order(loader: Any, saved: Mapping[str, Any]) -> None:
     was, size = saved["batch_size"], getattr(loader, "batch_size", None)
     order = order_of(loader)
     if same_ranks:
-        _require_same_pass((saved["order"], order), (was, size))
+        _check_same_pass((saved["order"], order), (was, size))
     elif saved["state"] is not None or order is None or order != saved["order"]:
         raise CheckpointError(
             f"the checkpoint was saved within a pass through a loader that {before} data ranks shared, and "
@@ -66,7 +68,7 @@ def require_same_order(loader: Any, saved: Mapping[str, Any]) -> None:
         )
 
 
-def _require_same_pass(
+def _check_same_pass(
     orders: tuple[str | None, str | None], sizes: tuple[int | None, int | None]
 ) -> None:
     for what, (was, now) in (("a batch_size of", sizes), ("the sampler", orders)):
@@ -78,15 +80,15 @@ def _require_same_pass(
             )
 
 
-# Leaving out the batches of a pass that were used before, without reading them.
+# Skip the batches of a pass that were used before, without reading them.
 
 
 @contextmanager
-def skipping(loader: Any, count: int) -> Iterator[Callable[[], int]]:
-    """Within the block, an iterator of the loader begins after ``count`` batches, if samples have an index.
+def skip_batches(loader: Any, count: int) -> Iterator[Callable[[], int]]:
+    """Context in which an iterator of the loader begins after ``count`` batches, if samples have an index.
 
     Yields:
-        What skips them, and says how many it has skipped.
+        A callable that skips the batches and returns their number.
     """
     by_index = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if not count or not by_index:
@@ -94,20 +96,20 @@ def skipping(loader: Any, count: int) -> Iterator[Callable[[], int]]:
         return
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     before = getattr(loader, name)
-    skips = _Skips(before, count)
-    object.__setattr__(loader, name, skips)  # a DataLoader refuses it once it is made
+    skips = _SkippingSampler(before, count)
+    object.__setattr__(loader, name, skips)  # a DataLoader refuses to set it after construction
     try:
         yield skips.skip
     finally:
         object.__setattr__(loader, name, before)
 
 
-class _Skips:
-    """A sampler whose next pass, and only that one, leaves out what comes first."""
+class _SkippingSampler:
+    """A sampler whose next pass, and only that one, omits the first samples."""
 
     def __init__(self, sampler: Any, count: int) -> None:
         self._sampler, self._count = sampler, count
-        self._going: Iterator[Any] | None = None
+        self._iterator: Iterator[Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name == "_sampler":
@@ -118,76 +120,76 @@ class _Skips:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._going is not None:
+        if self._iterator is not None:
             return iter(self._sampler)
-        self._going = iter(self._sampler)
-        return self._after(self._going)
+        self._iterator = iter(self._sampler)
+        return self._after(self._iterator)
 
     def _after(self, indices: Iterator[Any]) -> Iterator[Any]:
         self.skip()
         yield from indices
 
     def skip(self) -> int:
-        """Take the first ones, now or before; how many."""
+        """Skip the first samples, now or earlier; return their number."""
         left, self._count, self._skipped = self._count, 0, getattr(self, "_skipped", 0)
         if left:
-            assert self._going is not None
-            self._skipped += sum(1 for _ in islice(self._going, left))
+            assert self._iterator is not None
+            self._skipped += sum(1 for _ in islice(self._iterator, left))
         return self._skipped
 
 
-_KEPT = 4
-"""Batches that may be read and not trained on: Lightning reads one ahead of streams."""
+_MAX_READ_AHEAD = 4
+"""Maximum number of batches read ahead: Lightning reads one ahead of streams."""
 
 
 @dataclass
-class Reading:
-    """Just before a batch is read."""
+class StateBeforeRead:
+    """Random state just before the batch was read."""
 
     moment: RandomStates
     state: Any = None
-    """Of a loader or a dataset that has a ``state_dict``."""
+    """State of a loader or a dataset that has a ``state_dict``."""
 
 
 @dataclass
 class LoaderPosition:
-    """Of one loader, kept up to date while it is read."""
+    """The position of one loader, kept up to date while the loader is read."""
 
     passes: int = 0
-    """Begun so far."""
+    """Passes begun so far."""
     read: int = 0
-    """Batches of the current one."""
+    """Batches read in the current pass."""
     ended: bool = True
     epoch: int | None = None
-    """What the sampler was told."""
+    """Epoch that was set on the sampler."""
     begin: RandomStates | None = None
-    """Before the loader was asked for an iterator."""
+    """Random state before the loader was asked for an iterator."""
     first: RandomStates | None = None
-    """Before the first batch was read."""
-    recent: deque[Reading] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    """Random state before the first batch was read."""
+    recent: deque[StateBeforeRead] = field(default_factory=lambda: deque(maxlen=_MAX_READ_AHEAD))
     received: bool = False
-    """Batches come from another rank: this one's loader is not read."""
+    """True if batches come from another rank: this rank does not read its loader."""
     trained: bool = False
-    """On a batch of the current pass, or about to; passes of an evaluation begin anew."""
+    """True if the current pass is trained on; evaluation passes restart instead."""
     resumed: dict[str, Any] | None = None
-    """Where the next pass begins, if not at its beginning."""
+    """The position at which the next pass begins, if not at its start."""
     counts_epochs: bool = False
-    """Whoever tells samplers the epoch has begun to count anew."""
+    """True if the epochs set on samplers were counted from 0 again."""
 
     @property
     def finished(self) -> int:
-        """Passes."""
+        """Number of complete passes."""
         return self.passes - (not self.ended)
 
-    def begin_from(self, saved: dict[str, Any], *, counts_epochs: bool = False) -> None:
-        """Have the next pass begin there."""
+    def start_next_pass_at(self, saved: dict[str, Any], *, counts_epochs: bool = False) -> None:
+        """Set the position at which the next pass begins."""
         self.resumed, self.counts_epochs = saved, counts_epochs
         begun = saved["begin"] is not None
         self.passes, self.read, self.ended = saved["passes"], saved["batches"], not begun
 
-    def begins(self, loader: Any) -> None:
-        """A new way through the loader."""
-        self.take_generators(loader)
+    def start_pass(self, loader: Any) -> None:
+        """Record the start of a new pass."""
+        self.restore_generators(loader)
         if self.counts_epochs:
             _set_sampler_epoch(loader, self.passes)
         self.passes, self.read, self.ended = self.passes + 1, 0, False
@@ -195,50 +197,51 @@ class LoaderPosition:
         self.begin, self.first, self.epoch = RandomStates.now(loader), None, _epoch_of(loader)
         self.recent.clear()
 
-    def take_generators(self, loader: Any) -> None:
-        """Have the loader's own ones go on from where they were."""
+    def restore_generators(self, loader: Any) -> None:
+        """Restore the loader's own generators to their saved states."""
         saved = self.resumed
         self.resumed = None
         if saved is not None and saved["now"] is not None:
             saved["now"].restore_own(loader)
 
-    def goes_on(self, saved: dict[str, Any]) -> None:
-        """A way through the loader is resumed."""
+    def resume_pass(self, saved: dict[str, Any]) -> None:
+        """Record that a pass is resumed."""
         self.passes, self.read, self.ended = saved["passes"], saved["batches"], False
         self.begin, self.first, self.epoch = saved["begin"], saved["first"], saved["epoch"]
         self.trained, self.resumed = True, None
         self.recent.clear()
 
-    def asked(self, *, trains: bool) -> None:
-        """There is to be a next batch, read here or by another rank."""
+    def request_batch(self, *, trains: bool) -> None:
+        """Record that a next batch was requested, from this rank or another one."""
         self.trained |= trains
 
-    def reads(self, loader: Any, moment: RandomStates | None = None) -> None:
-        """It is about to be read here, as at that moment or now."""
+    def before_read(self, loader: Any, moment: RandomStates | None = None) -> None:
+        """Record that a batch is about to be read here, with the random state of ``moment`` or the
+        present one."""
         moment = moment or RandomStates.now(loader)
         self.first = self.first or moment
-        self.recent.append(Reading(moment, state_of(loader)))
+        self.recent.append(StateBeforeRead(moment, state_of(loader)))
 
-    def has_read(self) -> None:
-        """It was."""
+    def after_read(self) -> None:
+        """Record that the batch was read."""
         self.read += 1
 
-    def ends(self) -> None:
-        """There was none."""
+    def end_pass(self) -> None:
+        """Record that the loader had no batch left."""
         self.ended = True
         self.recent.clear()
 
     def saved(self, loader: Any, waiting: int = 0) -> dict[str, Any]:
-        """The place after the batches that were used.
+        """Return the position after the batches that were used.
 
         Args:
             loader: the loader.
-            waiting: how many of the batches that were read have not been used yet.
+            waiting: number of batches that were read and not used yet.
         """
         if self.resumed is not None:
             return self.resumed
         if self.ended or not self.trained:
-            return at_pass(self.passes, RandomStates.now(loader))
+            return position_before_pass(self.passes, RandomStates.now(loader))
         waiting = min(waiting, self.read)
         pending = list(self.recent)[max(0, len(self.recent) - waiting) :]
         state = pending[0].state if pending else None if self.received else state_of(loader)
@@ -256,19 +259,19 @@ class LoaderPosition:
         }
 
 
-def at_pass(number: int, now: RandomStates | None = None) -> dict[str, Any]:
-    """The place before a way through the loader; ``now`` has the loader's own generators."""
+def position_before_pass(number: int, now: RandomStates | None = None) -> dict[str, Any]:
+    """Return the position before a pass; ``now`` has the loader's own generators."""
     return {"passes": number, "batches": 0, "begin": None, "now": now}
 
 
 def packed(saved: dict[str, Any]) -> dict[str, Any]:
-    """``LoaderPosition.saved``, as what a checkpoint may hold."""
+    """Encode ``LoaderPosition.saved`` for a checkpoint."""
     moments = {name: x.packed() for name, x in saved.items() if isinstance(x, RandomStates)}
     return {**saved, **moments, "pending": [each.packed() for each in saved.get("pending", ())]}
 
 
 def unpacked(saved: dict[str, Any]) -> dict[str, Any]:
-    """The values that ``packed`` was made of."""
+    """Decode what ``packed`` returned."""
     names = [name for name in ("begin", "first", "now") if saved.get(name) is not None]
     moments = {name: RandomStates.unpacked(saved[name]) for name in names}
     return {
@@ -278,24 +281,24 @@ def unpacked(saved: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def reopen(loader: Any, saved: dict[str, Any]) -> Iterator[Any]:
-    """An iterator over what comes after a saved place; the process's random state is left as it is.
+def open_at(loader: Any, saved: dict[str, Any]) -> Iterator[Any]:
+    """Open an iterator over the batches after a saved position; the process's random state is unchanged.
 
-    A loader or dataset with a state of its own is given it. In others the sampler is gone through again,
-    which reads nothing; streams without a state are read again from the beginning of the pass.
+    A loader or dataset with a state of its own is given it. In others the sampler is advanced, which reads
+    nothing; streams without a state are read from the beginning of the pass.
 
     Raises:
-        CheckpointError: other data ranks would read other samples than those that are left.
+        CheckpointError: the data ranks would read other samples than the remaining ones.
     """
-    require_same_order(loader, saved)
+    check_same_order(loader, saved)
     entry, begin, count = RandomStates.now(), saved["begin"], saved["batches"]
     if saved["epoch"] is not None:
         _set_sampler_epoch(loader, saved["epoch"])
-    goes_on = count and (saved["state"] is not None or _goes_on_by_itself(loader))
+    goes_on = count and (saved["state"] is not None or _resumes_by_itself(loader))
     if saved["state"] is not None:
         _owner_of_state(loader).load_state_dict(saved["state"])
     begin.restore(loader)
-    with skipping(loader, 0 if goes_on else count) as skip:
+    with skip_batches(loader, 0 if goes_on else count) as skip:
         batches = iter(loader)
         if saved["first"] is not None:
             saved["first"].restore(loader)
@@ -307,8 +310,8 @@ def reopen(loader: Any, saved: dict[str, Any]) -> Iterator[Any]:
     return batches
 
 
-def read_as_before(moment: RandomStates, loader: Any, read: Callable[[], Any]) -> Any:
-    """Read a batch with the random numbers that it was read with; then they go on as if it had not been."""
+def read_with_random_state(moment: RandomStates, loader: Any, read: Callable[[], Any]) -> Any:
+    """Read a batch with the random state of its first reading, then restore the present state."""
     entry = RandomStates.now(loader)
     moment.restore(loader)
     try:
@@ -318,7 +321,7 @@ def read_as_before(moment: RandomStates, loader: Any, read: Callable[[], Any]) -
 
 
 def state_of(loader: Any) -> Any:
-    """The state of a loader or of its dataset that can go on by itself, else ``None``."""
+    """Return the state of a loader or its dataset that can resume by itself; else ``None``."""
     owner = _owner_of_state(loader)
     return None if owner is None else owner.state_dict()
 
@@ -332,9 +335,13 @@ def _owner_of_state(loader: Any) -> Any:
 
 
 def _has_state(owner: Any) -> bool:
-    """True if it has ``state_dict()`` and ``load_state_dict(state)``, called with nothing else."""
-    methods = [getattr(type(owner), name, None) for name in ("state_dict", "load_state_dict")]
-    return all(callable(method) for method in methods) and _needed(methods[0]) == 1
+    """True if the object has ``state_dict()`` and ``load_state_dict(state)``, callable with these
+    arguments."""
+    save, load = (
+        getattr(type(owner), "state_dict", None),
+        getattr(type(owner), "load_state_dict", None),
+    )
+    return callable(save) and callable(load) and _needed(save) == 1
 
 
 def _needed(method: Any) -> int:
@@ -343,9 +350,9 @@ def _needed(method: Any) -> int:
     return sum(p.default is p.empty and p.kind in kinds for p in parameters)
 
 
-def _goes_on_by_itself(loader: Any) -> bool:
-    """A sampler that asks the Trainer where it is."""
-    return bool(getattr(getattr(loader, "sampler", None), "goes_on_by_itself", False))
+def _resumes_by_itself(loader: Any) -> bool:
+    """True if a sampler asks the Trainer for its position."""
+    return bool(getattr(getattr(loader, "sampler", None), "resumes_by_itself", False))
 
 
 def _epoch_of(loader: Any) -> int | None:

@@ -1,4 +1,4 @@
-"""The state of everything that draws random numbers, at one moment, and as what a checkpoint may hold."""
+"""States of all random number generators at one moment, also encoded for checkpoints."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 
-from lightning_cp.comm.consensus import fingerprint, is_equal_on_all_ranks
+from lightning_cp.comm.consensus import World, fingerprint
 
-# Sources of random numbers that objects have of their own, of any kind: where they stand, and back to it.
+# Generators that objects own: their states, read and set.
 
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-"""The kinds."""
+"""The supported classes of generators."""
 
 
 def state_of(generator: Any) -> Any:
-    """Where one of ``GENERATORS`` stands, to be given to ``set_state``."""
+    """Return the state of a generator of one of the classes in ``GENERATORS``."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     if isinstance(generator, random.Random):
@@ -31,7 +31,7 @@ def state_of(generator: Any) -> Any:
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Have it go on from there."""
+    """Set a generator's state."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):
@@ -41,7 +41,7 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def shared() -> list[Any]:
-    """The sources of all functions that are given none."""
+    """Return the generators that functions use by default."""
     sources: list[Any] = [torch.default_generator, random._inst, np.random.mtrand._rand]
     if torch.cuda.is_initialized():
         sources.append(torch.cuda.default_generators[torch.cuda.current_device()])
@@ -64,9 +64,9 @@ _PARTS = ("", "batch_sampler", "sampler", "dataset")
 
 @dataclass
 class RandomStates:
-    """Generators of the process, and those that a loader, its samplers and its dataset have of their own.
+    """States of the process's generators, and of those that a loader, its samplers and its dataset own.
 
-    Taking one is cheap; ``packed`` makes it what can be saved.
+    Taking one is cheap; ``packed`` encodes it for saving.
     """
 
     torch: torch.Tensor
@@ -76,26 +76,26 @@ class RandomStates:
 
     @classmethod
     def now(cls, loader: Any = None) -> RandomStates:
-        """This moment's, with the loader's own generators."""
-        own = [state_of(found) for found in own_generators(loader)]
+        """Return the present states, with the loader's own generators."""
+        own = [state_of(found) for found in generators_of(loader)]
         return cls(torch.get_rng_state(), random.getstate(), np.random.get_state(), own)
 
     def restore(self, loader: Any = None) -> None:
-        """Have all of them go on from there; a loader with other generators keeps its own."""
+        """Set all generators; those of a loader with others than the saved ones stay as they are."""
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         self.restore_own(loader)
 
     def restore_own(self, loader: Any) -> None:
-        """Only those of the loader."""
-        found = list(own_generators(loader))
+        """Set only the loader's own generators."""
+        found = generators_of(loader)
         if len(found) == len(self.own):
             for generator, state in zip(found, self.own, strict=True):
                 set_state(generator, state)
 
     def packed(self) -> dict[str, Any]:
-        """Numbers, strings, lists and tensors."""
+        """Encode as numbers, strings, lists and tensors."""
         return {
             "torch": self.torch,
             "python": _pack_python(self.python),
@@ -105,7 +105,7 @@ class RandomStates:
 
     @classmethod
     def unpacked(cls, packed: dict[str, Any]) -> RandomStates:
-        """The values that ``packed`` was made of."""
+        """Decode what ``packed`` returned."""
         return cls(
             packed["torch"],
             _unpack_python(packed["python"]),
@@ -114,24 +114,23 @@ class RandomStates:
         )
 
 
-def own_generators(loader: Any) -> Iterator[Any]:
-    """Generators that a loader, its samplers or its dataset have as attributes: each once, in fixed order."""
-    seen: set[int] = set()
-    for name in _PARTS:
-        part = getattr(loader, name, None) if name else loader
-        for attribute in sorted(_attributes(part)):
-            value = getattr(part, "__dict__", {}).get(attribute)
-            if isinstance(value, GENERATORS) and id(value) not in seen:
-                seen.add(id(value))
-                yield value
-
-
-def _attributes(part: Any) -> list[str]:
-    return [name for name in getattr(part, "__dict__", {}) if isinstance(name, str)]
+def generators_of(loader: Any) -> list[Any]:
+    """Return the generators that a loader, its samplers or its dataset own: each once, in a fixed
+    order."""
+    found: dict[int, Any] = {}
+    for part in _PARTS:
+        owner = getattr(loader, part, None) if part else loader
+        owned: dict[str, Any] = {}
+        for name, value in getattr(owner, "__dict__", {}).items():
+            if isinstance(value, GENERATORS) and isinstance(name, str):
+                owned[name] = value
+        for name in sorted(owned):
+            found.setdefault(id(owned[name]), owned[name])
+    return list(found.values())
 
 
 def _pack(state: Any) -> dict[str, Any]:
-    """A generator's state, by the form that it has."""
+    """Encode a generator's state by its type."""
     if isinstance(state, torch.Tensor):
         return {"torch": state}
     if isinstance(state, dict):
@@ -171,7 +170,7 @@ def _unpack_numpy(packed: dict[str, Any]) -> Any:
 
 
 def _plain(state: Any) -> Any:
-    """NumPy's bit generators have dicts of numbers and arrays; numbers of up to 128 bits as text."""
+    """Encode NumPy's dicts of numbers and arrays; numbers of up to 128 bits as text."""
     if isinstance(state, dict):
         return {name: _plain(value) for name, value in state.items()}
     if isinstance(state, np.ndarray):
@@ -187,10 +186,10 @@ def _arrays(state: Any) -> Any:
     return int(state[4:]) if isinstance(state, str) and state.startswith("int:") else state
 
 
-# Random numbers as in one process: drawn on, where Lightning begins anew and where one rank reads for all.
+# Random numbers as in one process, also where Lightning reseeds and where one rank reads for all.
 #
-# One process draws the order of samples, and what transforms draw, from the generators from which its steps
-# draw as well. Ranks that were in the same state before a batch are in the same state after it.
+# One process draws the order of samples and its transforms' numbers from the generators of its steps. Ranks
+# that had the same state before a batch have the same state after it.
 
 
 State = dict[str, Any]
@@ -198,45 +197,47 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Draws:
-    """The draws of the reading rank: from which state to which."""
+    """The draws of the reading rank: states before and after."""
 
     before: int
     after: State | None
-    """``None``: nothing was drawn."""
+    """``None``: no numbers were drawn."""
 
 
 def random_state() -> State:
-    """The state of the generators of the CPU: torch's, Python's and NumPy's."""
+    """Return the state of the CPU's generators: torch's, Python's and NumPy's."""
     return _collect_rng_states(include_cuda=False)
 
 
 def restore(state: State) -> None:
-    """Draw from that state on."""
+    """Set the state of the CPU's generators."""
     _set_rng_states(state)
 
 
 def drawn_since(before: State) -> Draws:
-    """The draws since then."""
+    """Return the draws since the state ``before``."""
     after, mark = random_state(), _mark(before)
     return Draws(mark, None if _mark(after) == mark else after)
 
 
 def follow(draws: Draws) -> None:
-    """Draw the same; a rank that was in another state (seeded by its rank) keeps its own."""
+    """Advance the generators as the reading rank did; a rank in another state (seeded by its rank)
+    keeps its own."""
     if draws.after is not None and _mark(random_state()) == draws.before:
         restore(draws.after)
 
 
 @contextmanager
-def going_on() -> Iterator[None]:
-    """Keep the state of all generators while processes are connected, if it is that of every rank.
+def keep_random_state() -> Iterator[None]:
+    """Keep the state of all generators while processes connect, if it is equal on all ranks.
 
-    Lightning then sets the state to ``seed_everything``'s seed, as ranks may have drawn differently before;
-    one process does not, so that what it shuffles after making its model would come in another order.
+    Lightning then resets the state to ``seed_everything``'s seed, as ranks may have drawn differently
+    before. One process does not reset, so what it shuffles after making its model would come in another
+    order.
     """
     before = random_state()
     yield
-    if is_equal_on_all_ranks(_mark(before)):
+    if len(set(World().gather(_mark(before)))) == 1:
         restore(before)
 
 

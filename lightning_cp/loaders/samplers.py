@@ -1,4 +1,4 @@
-"""Whatever shards samples by itself has to count data ranks, not processes."""
+"""Samplers: checks that they shard over data ranks, and one order of samples on all ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lightning_cp.comm.reduce import broadcast_integer
 from lightning_cp.errors import ConfigError
 
 _INSIDE = ("sampler", "batch_sampler", "dataset", "_distributed", "distributed_env")
-"""Where a loader's parts, and theirs, are found; the last two say how Hugging Face's and LitData's streams
-are split."""
+"""Attributes under which a loader holds its parts; the last two say how Hugging Face's and LitData's
+streams are split."""
 
 _NAMES = (("num_replicas", "rank"), ("num_processes", "process_index"))
 _NAMES_INSIDE = {
@@ -23,16 +23,16 @@ _NAMES_INSIDE = {
 }
 
 
-def require_data_sharding(loader: Any, size: int, rank: int) -> None:
-    """Refuse samplers and datasets that say they shard over something other than data ranks.
+def check_data_sharding(loader: Any, size: int, rank: int) -> None:
+    """Refuse samplers and datasets that shard over anything but data ranks.
 
     Args:
-        loader: any loader; what does not say how it shards is left to the comparison of batches.
-        size: data ranks.
+        loader: any loader; parts that do not say how they shard are left to the comparison of batches.
+        size: number of data ranks.
         rank: this rank's number among them.
 
     Raises:
-        ConfigError: naming what was got and what is wanted.
+        ConfigError: a part shards over other ranks; names its numbers and the right ones.
     """
     for part, names in _parts(loader):
         got = tuple(getattr(part, name, None) for name in names)
@@ -44,14 +44,14 @@ def require_data_sharding(loader: Any, size: int, rank: int) -> None:
         )
         raise ConfigError(
             f"{type(part).__name__} shards samples with {shown}, but on this rank it must be {wanted}: ranks "
-            "that share a sequence read the same samples. Count data ranks, "
-            "strategy.data_parallel_size and strategy.data_rank (a sampler takes "
-            "**trainer.distributed_sampler_kwargs), or leave the sampler to Lightning."
+            "that share a sequence read the same samples. Use strategy.data_parallel_size and "
+            "strategy.data_rank (for a sampler **trainer.distributed_sampler_kwargs), or leave the sampler "
+            "to Lightning."
         )
 
 
 def _parts(loader: Any) -> Iterator[tuple[Any, tuple[str, str]]]:
-    """Everything that could shard, with the names by which it would say how."""
+    """Return all parts that could shard, with the attributes that say how."""
     found: list[Any] = [loader]
     seen = {id(loader)}
     while found:
@@ -66,22 +66,22 @@ def _parts(loader: Any) -> Iterator[tuple[Any, tuple[str, str]]]:
                 yield part, names
 
 
-# The order of samples where every rank reads all of them: that of one process.
+# One order of samples where every rank reads all of them: that of one process.
 
 
 GroupOf = Callable[[], dist.ProcessGroup | None]
 
 
 def agree_on_order(dataloader: DataLoader[Any], group: GroupOf) -> None:
-    """Have a shuffling loader draw the same order on all ranks; others are left as they are.
+    """Give a shuffling loader the same order on all ranks; other loaders stay as they are.
 
-    Each rank draws a seed as one process would, and the first rank's is taken: from the same random state,
-    which they have as a rule (``draws.going_on``), it is the order of one process, and ranks agree whatever
-    their states are.
+    Each rank draws a seed as one process would, and the first rank's is used. Ranks usually have the same
+    random state (``rng.keep_random_state``), so it is the order of one process; they agree whatever their
+    states are.
 
     Args:
-        dataloader: the loader, whose sampler is replaced.
-        group: asked at the beginning of every pass for the ranks that share samples.
+        dataloader: the loader whose sampler is replaced.
+        group: returns the ranks that share samples; called at the start of every pass.
     """
     batches, sampler = dataloader.batch_sampler, dataloader.sampler
     if (
@@ -93,7 +93,7 @@ def agree_on_order(dataloader: DataLoader[Any], group: GroupOf) -> None:
 
 
 class _AgreedRandomSampler(RandomSampler):
-    """A RandomSampler whose seed is that of the group's first rank."""
+    """A RandomSampler with the seed of the group's first rank."""
 
     def __init__(self, like: RandomSampler, group: GroupOf) -> None:
         data: Sized = like.data_source
@@ -102,7 +102,9 @@ class _AgreedRandomSampler(RandomSampler):
         self._group = group
 
     def __iter__(self) -> Iterator[int]:
-        seed = int(torch.empty((), dtype=torch.int64).random_().item())  # as RandomSampler draws it
+        seed = int(
+            torch.empty((), dtype=torch.int64).random_().item()
+        )  # drawn as RandomSampler draws it
         group = self._group()
         generator = torch.Generator()
         generator.manual_seed(seed if group is None else broadcast_integer(seed, group))

@@ -1,7 +1,7 @@
-"""Loaders that the ranks go through together: nobody waits for a batch that another rank does not have.
+"""Synchronized loaders: all ranks iterate in step, and no rank waits for a batch that another one lacks.
 
-Before a batch is given to anybody, ranks tell each other whether they have one, are at the end, or failed.
-With ``batch_sync="broadcast"`` the first rank of each cp group reads, and the others are given its batches.
+Before a batch is used, ranks exchange whether they have one, are at the end, or failed. With
+``batch_sync="broadcast"`` the first rank of each cp group reads and sends its batches to the others.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_cp.comm.consensus import agree
+from lightning_cp.comm.consensus import gather_by_vote
 from lightning_cp.config import StrategyConfig
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout.axes import Flat
-from lightning_cp.loaders.iterator import RECEIVES, UNSIZED, SynchronizedIterator, refuse_lengths
+from lightning_cp.loaders.iterator import RECEIVES, UNSIZED, SynchronizedIterator, check_lengths
 from lightning_cp.loaders.position import LoaderPosition
-from lightning_cp.loaders.samplers import agree_on_order, require_data_sharding
+from lightning_cp.loaders.samplers import agree_on_order, check_data_sharding
 from lightning_cp.mesh import ContextParallelMesh
 
-# A loader in front of another one: only the way through it is new.
+# A proxy in front of a loader that replaces only its iterator.
 
 
 class LoaderProxy:
-    """Has everything that the loader has, also for those who read its ``__dict__``, as Fabric does.
+    """A proxy with all attributes of the loader, ``__dict__`` included, which Fabric reads.
 
-    What is set is set on the loader: Lightning ends workers by setting ``_iterator``.
+    Attributes are set on the loader: Lightning ends workers by setting ``_iterator``.
     """
 
     __slots__ = ("_loader",)
@@ -47,7 +47,7 @@ class LoaderProxy:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # half made, or half unpickled
+        if name == "_loader":  # half constructed or half unpickled
             raise AttributeError(name)
         return getattr(self._loader, name)
 
@@ -59,15 +59,16 @@ class LoaderProxy:
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
-        """The loader's own, at which Lightning and callbacks look with ``isinstance``.
+        """The loader's class, for ``isinstance`` checks of Lightning and callbacks.
 
-        Lists and dicts are not taken for such: what goes through collections would go through the batches.
+        Lists and dicts keep the proxy's class: code that maps over collections would iterate over the
+        batches.
         """
         loader = object.__getattribute__(self, "_loader")
         return type(self) if isinstance(loader, (Sequence, Mapping)) else type(loader)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, and what comes of a pickle, is the loader itself: ranks are those of one run."""
+        """Copy and pickle as the loader itself: ranks belong to one run."""
         return _itself, (self._loader,)
 
     @property
@@ -80,50 +81,50 @@ def _itself(loader: Any) -> Any:
 
 
 class MeshOwner(Protocol):
-    """The run that a loader is of: its mesh, once there is one, and its settings."""
+    """The run of a loader: its settings, and its mesh once that exists."""
 
     @property
     def settings(self) -> StrategyConfig:
-        """The user's."""
+        """The user's settings."""
         ...
 
     @property
     def mesh(self) -> ContextParallelMesh:
-        """The mesh; raises ``ConfigError`` before there is one."""
+        """The mesh; raises ``ConfigError`` before it exists."""
         ...
 
 
 class SharedLoader(LoaderProxy):
-    """A loader of one run.
+    """A loader that all ranks of one run iterate over in step.
 
     Args:
         loader: a ``DataLoader``, or anything that can be iterated.
-        core: who knows the mesh; a loader that outlives its strategy is the plain loader again.
-        number: which of the run's loaders this is, the same on all ranks.
-        trains: whether the next fetch is for training, where ranks with other samples take part as well: they
-            average gradients, so that all of them need the same number of batches.
+        run: the owner of the mesh; without it (the strategy is gone) this is the plain loader.
+        number: index of the loader in the run, the same on all ranks.
+        trains: returns whether the next fetch is for training. Then data ranks advance together, too: they
+            average gradients, so all of them need the same number of batches.
     """
 
     __slots__ = (
         "__weakref__",
         "_before_pass",
         "_before_training",
-        "_core",
         "_length",
         "_number",
         "_place",
+        "_run",
         "_trains",
     )
 
     def __init__(
         self,
         loader: Any,
-        core: MeshOwner,
+        run: MeshOwner,
         number: int,
         trains: Callable[[], bool],
     ) -> None:
         super().__init__(loader)
-        self._core = weakref.ref(core)
+        self._run = weakref.ref(run)
         self._number, self._trains = number, trains
         self._length: int | None = None
         self._place = LoaderPosition()
@@ -131,21 +132,21 @@ class SharedLoader(LoaderProxy):
         self._before_training: Callable[[], object] = bool
 
     def saved_place(self, waiting: int = 0) -> dict[str, Any]:
-        """Where this rank's loader is, without ``waiting`` batches that were read and not used yet."""
+        """Return this rank's position, without the last ``waiting`` batches, which were not used yet."""
         return self._place.saved(self._loader, waiting)
 
     @property
     def place(self) -> LoaderPosition:
-        """The place up to which it was read."""
+        """The position of the loader after the last batch read."""
         return self._place
 
-    def tell(
+    def set_callbacks(
         self,
         *,
         before_pass: Callable[[], object] = bool,
         before_training: Callable[[], object] = bool,
     ) -> None:
-        """Have them called before each pass, and before each batch to train on is read."""
+        """Set functions to call before each pass, and before each batch to train on is read."""
         self._before_pass, self._before_training = before_pass, before_training
 
     def __iter__(self) -> Iterator[Any]:
@@ -175,21 +176,21 @@ class SharedLoader(LoaderProxy):
         return self._length
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's own, if it has one; Lightning looks for this method on the class."""
+        """Return the loader's state, if it has one; Lightning looks for this method on the class."""
         own = getattr(self._loader, "state_dict", None)
         return own() if own is not None else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Have a loader with a state of its own go on from there."""
+        """Load the state of a loader that has one."""
         if state_dict:
             self._loader.load_state_dict(state_dict)
 
     def agree_on_length(self, *, training: bool = False, at_most: int | None = None) -> None:
-        """Compare the numbers of batches; those who only receive take over the reading rank's.
+        """Compare the numbers of batches; ranks that only receive take the reading rank's.
 
         Args:
-            training: all ranks need the same number, and not just those that share samples.
-            at_most: batches of a pass that are used.
+            training: all ranks need the same number, not just those that share samples.
+            at_most: number of batches of a pass that are used.
 
         Raises:
             ConfigError: a sampler that shards over something other than data ranks.
@@ -204,61 +205,62 @@ class SharedLoader(LoaderProxy):
         own = RECEIVES
         try:
             if reads:
-                require_data_sharding(self._loader, mesh.data_size, mesh.data_rank)
+                check_data_sharding(self._loader, mesh.data_size, mesh.data_rank)
                 length = sized_len(self._loader)
                 own = UNSIZED if length is None else length
         except Exception as refused:
             error = refused
         group = mesh.control_group(Flat.LOSS)
-        table = agree({"batches": own}, group, what="loader's length", within=[], error=error)
-        lengths = [row["batches"] for row in table]
-        refuse_lengths(lengths, group, mesh.sample_size, training=training, at_most=at_most)
+        lengths = gather_by_vote(own, group, what="loader's length", error=error)
+        check_lengths(lengths, group, mesh.sample_size, training=training, at_most=at_most)
         self._length = lengths[mesh.data_rank * mesh.sample_size]
 
     @property
     def _together(self) -> bool:
-        core = self._core()
-        return core is not None and core.settings.forward_is_shared
+        run = self._run()
+        return run is not None and run.settings.forward_is_shared
 
     @property
     def _broadcasts(self) -> bool:
-        core = self._core()
-        return core is not None and core.settings.batch_sync == "broadcast"
+        run = self._run()
+        return run is not None and run.settings.batch_sync == "broadcast"
 
     def _mesh(self) -> ContextParallelMesh | None:
-        """``None`` where ranks do not share samples: without a strategy, or (Fabric) before the model."""
-        core = self._core()
+        """The mesh; ``None`` if ranks share no samples: without a strategy, or (Fabric) before the
+        model."""
+        run = self._run()
         try:
-            return None if core is None else core.mesh
+            return None if run is None else run.mesh
         except ConfigError:
             if self._broadcasts:
                 raise
             return None
 
 
-def unshared(loader: Any) -> Any:
-    """The loader itself: Lightning keeps what it was given back in a user's ``CombinedLoader``."""
+def unwrap_loader(loader: Any) -> Any:
+    """Return the loader behind a proxy: a ``CombinedLoader`` keeps the loaders it was given."""
     return loader._loader if isinstance(loader, SharedLoader) else loader
 
 
-def cp_group_of(core: MeshOwner) -> Callable[[], dist.ProcessGroup | None]:
-    """The ranks that draw the order of samples together: the cp group, or this one where it reads for all."""
-    known = weakref.ref(core)
+def cp_group_of(run: MeshOwner) -> Callable[[], dist.ProcessGroup | None]:
+    """Return the ranks that draw one order of samples: the cp group, or this rank where it reads for
+    all."""
+    known = weakref.ref(run)
 
     def group() -> dist.ProcessGroup | None:
-        core = known()
-        if core is None or core.settings.batch_sync == "broadcast":
+        run = known()
+        if run is None or run.settings.batch_sync == "broadcast":
             return None
         try:
-            return core.mesh.control_group(Flat.CP)
-        except ConfigError:  # Fabric, before the model
+            return run.mesh.control_group(Flat.CP)
+        except ConfigError:  # Fabric, before the model is set up
             return None
 
     return group
 
 
 def is_stream(loader: Any) -> bool:
-    """True if no sampler says which samples come."""
+    """True if no sampler orders the samples."""
     return not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)
 
 

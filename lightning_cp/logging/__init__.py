@@ -1,1 +1,1 @@
-"""``self.log`` on many ranks as on one process."""
+"""``self.log`` on many ranks with the values of one process."""

@@ -1,7 +1,7 @@
-"""Metrics that are fed with whole values, the same on all ranks that share a sample.
+"""Metrics that are updated with whole values, equal on all ranks that share a sample.
 
-torchmetrics adds up the states of all ranks. That is right where each rank feeds its own tokens; what
-every rank of a cp group feeds, it would count once per rank; and what tensor-parallel ranks feed, as often.
+torchmetrics adds up the states of all ranks. That is right where each rank adds its own tokens. A value
+that every rank of a cp group (or tensor-parallel group) adds would count once per rank.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from lightning_cp.mesh import ContextParallelMesh
 
 
 class ReplicatedMetrics:
-    """Has a module's metrics count one rank of each cp group, until they are released.
+    """Makes a module's metrics count one rank of each cp group, until released.
 
     Args:
-        module: where they are found.
+        module: the module with the metrics.
         names: dotted names of metrics and collections, as the module declares them.
-        mesh: the ranks.
+        mesh: the process groups.
 
     Raises:
         ConfigError: the module has no metric of a name.
@@ -42,7 +42,7 @@ class ReplicatedMetrics:
         for name in [names] if isinstance(names, str) else names:
             if name not in known:
                 raise ConfigError(
-                    f"context_parallel_replicated_metrics names {name!r}, but the module's metrics are: "
+                    f"context_parallel_replicated_metrics names {name!r}, but the module's metrics are "
                     f"{', '.join(known) or 'none'}. Use the attribute's dotted name."
                 )
             for metric in known[name].modules():
@@ -59,20 +59,20 @@ class ReplicatedMetrics:
         metric.dist_sync_fn = gather
 
     def release(self) -> None:
-        """Leave the metrics as they were."""
+        """Restore the metrics' own synchronization."""
         for metric, before in reversed(self._before):
             metric.dist_sync_fn = before
         self._before = []
 
 
 class OneOfEachLayer:
-    """Gathers a state over ranks with different tokens: those that share layers are fed with the same."""
+    """Gathers a state over ranks with different tokens: tensor-parallel ranks have equal states."""
 
     def __init__(self, mesh: ContextParallelMesh) -> None:
         self._mesh = mesh
 
     def __call__(self, state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        """One tensor for each rank of the ``loss`` group."""
+        """Return one tensor for each rank of the ``loss`` group."""
         return gather_all_tensors(state, group or self._mesh.group(Flat.LOSS))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OneOfEachLayer:
@@ -80,10 +80,10 @@ class OneOfEachLayer:
 
 
 class OneOfEachGroup:
-    """Gathers a state over the data group; to be a metric's ``dist_sync_fn``.
+    """Gathers a state over the data group; a metric's ``dist_sync_fn``.
 
-    A metric's ``process_group`` would do the same, but a module with one cannot be copied, as callbacks
-    that average weights do.
+    A metric's ``process_group`` would do the same, but a module that holds a group cannot be copied, and
+    callbacks that average weights copy it.
     """
 
     def __init__(self, name: str, mesh: ContextParallelMesh) -> None:
@@ -91,16 +91,16 @@ class OneOfEachGroup:
         self._mesh = mesh
 
     def __call__(self, state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        """One tensor for each group of ranks that share a sample.
+        """Return one tensor for each group of ranks that share a sample.
 
         Raises:
             ConfigError: ranks of a group were fed with different values; on every rank.
         """
-        self._require_equal(state)
+        self._check_equal(state)
         return gather_all_tensors(state, group or self._mesh.group(Flat.DATA))
 
-    def _require_equal(self, state: torch.Tensor) -> None:
-        """Differences of rounding are let pass."""
+    def _check_equal(self, state: torch.Tensor) -> None:
+        """Check that all states are equal but for rounding."""
         values = state.detach().double()
         summary = torch.stack([values.new_tensor(values.numel()), values.sum(), values.abs().sum()])
         (rows,) = side_by_side([summary], self._mesh, Flat.LOSS)
@@ -109,8 +109,8 @@ class OneOfEachGroup:
         if not torch.allclose(groups, first, rtol=1e-5, atol=1e-8, equal_nan=True):
             raise ConfigError(
                 f"the metric {self._name!r} is declared in context_parallel_replicated_metrics, but ranks "
-                "that share a sample have fed it different values. Feed it with self.unshard(...) on every "
-                "rank, or do not declare it: what ranks feed of their own tokens is summed over all ranks."
+                "that share a sample updated it with different values. Update it with self.unshard(...) on "
+                "every rank, or remove the declaration: updates with a rank's own tokens are added up."
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OneOfEachGroup:

@@ -1,16 +1,16 @@
-"""A module's ``log`` under context parallelism: every value is what one process would log.
+"""A module's ``log`` under context parallelism: every value is the one that one process would log.
 
-Calls inside a step, and in the hooks from there to the end of its batch, and in the hooks that end an
-epoch, wait in a ``StepLog`` until the ranks come together at the end of that step or hook. Calls anywhere
-else are shown at once, and compared when ranks next come together.
+Calls inside a step, in the hooks from there to the end of its batch, and in the hooks that end an epoch
+wait in a ``StepLog`` until the ranks exchange values at the end of that step or hook. Calls anywhere else
+are shown at once, and compared at the next exchange.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, wraps
 from typing import Any, Protocol
 
 import torch
@@ -20,18 +20,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torchmetrics import MeanMetric, Metric
 
 from lightning_cp import error_display as console
-from lightning_cp.comm.consensus import gather_lists_by_vote
+from lightning_cp.comm.consensus import gather_by_vote
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.layout.axes import Flat
 from lightning_cp.logging.metrics import ReplicatedMetrics
-from lightning_cp.logging.pending import StepRanks, tell_refused
+from lightning_cp.logging.pending import StepRanks, raise_refused
 from lightning_cp.logging.reduce import (
     ARGUMENTS,
     STEP_LOSS,
     Kind,
     LogCall,
     StepLog,
-    as_given,
+    in_type_of,
     kind_of,
     numbers_in,
     show_metric,
@@ -39,9 +39,9 @@ from lightning_cp.logging.reduce import (
 )
 from lightning_cp.loss.averages import RATIO_HOOK, Options, log_token_ratio, stage_means
 from lightning_cp.mesh import ContextParallelMesh
-from lightning_cp.utils.module_hooks import replace_method
+from lightning_cp.utils.patching import PatchSet
 
-# Functions put in front of a module's own methods, and the hooks in which something may be logged.
+# Functions put in front of a module's own methods, and the hooks in which a module may log.
 
 
 BATCH_ENDS = ("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end")
@@ -59,24 +59,9 @@ _BETWEEN = (
 """Hooks of a training batch after its step."""
 
 
-class Patches:
-    """Attributes of instances that are put back by ``undo``."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
-
-    def put(self, owner: object, name: str, value: Callable[..., Any]) -> None:
-        """Have ``owner.name`` be ``value``, for this one instance: a copy of it has its own again."""
-        self._undo.append(replace_method(owner, name, value))
-
-    def undo(self) -> None:
-        """Leave everything as it was."""
-        while self._undo:
-            self._undo.pop()()
-
-
 def hooks_may_log(trainer: Trainer, module: LightningModule) -> bool:
-    """True if somebody has hooks after the step of a batch; Lightning's own callbacks do not log there."""
+    """True if the module or a callback has hooks after the step; Lightning's own callbacks do not log
+    there."""
     callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     own = (
         "lightning.",
@@ -93,8 +78,8 @@ def hooks_may_log(trainer: Trainer, module: LightningModule) -> bool:
     )
 
 
-LOOKS = 8
-"""So often a metric that averages numbers is compared between ranks."""
+MAX_COMPARISONS = 8
+"""Number of times that a metric that averages numbers is compared between ranks."""
 
 
 class LoggedRun(Protocol):
@@ -165,15 +150,15 @@ class RunLog:
 
 
 class ModuleLog:
-    """Stands between one module and Lightning until it is released; made on all ranks together."""
+    """The logger between one module and Lightning, until released; made on all ranks together."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, run: LoggedRun) -> None:
         self._trainer = trainer
         self._module = module
         self._run = run
         self._own_log = module.log
-        self._patches = Patches()
-        self._looked: Counter[str] = Counter()
+        self._patches = PatchSet()
+        self._comparisons: Counter[str] = Counter()
         self._calls = StepLog(rank_zero_only(console.warn), self._join)
         self._hooks_log = self._agree(hooks_may_log(trainer, module))
         self._install()
@@ -181,10 +166,10 @@ class ModuleLog:
     # -- from the module ---------------------------------------------------------------------------
 
     def log(self, name: str, value: Any, options: dict[str, Any]) -> None:
-        """One call of ``self.log``."""
+        """Handle one call of ``self.log``."""
         value = whole(value)
         kind = kind_of(value, options)
-        self._look_at(name, value)
+        self._compare_metric(name, value)
         shown = self._step_value(value, options) if kind is Kind.METRIC else value
         if kind is None or shown is None or self._module._current_fx_name is None:
             self._own_log(name, value, **options)
@@ -192,40 +177,42 @@ class ModuleLog:
         if not isinstance(shown, torch.Tensor):
             shown = torch.tensor(float(shown), dtype=torch.float64)
         values = [shown.reshape(())]
-        if self._waits(options):
+        if self._is_deferred(options):
             emit = self._emitter(name, value, options)
-            self._calls.add(LogCall(name, kind, values, emit, self._where))
+            self._calls.add(LogCall(name, kind, values, emit, self._current_hook))
             return
         self._own_log(name, value, **self._grouped(options))
         if not options.get("rank_zero_only"):
-            self._calls.add(LogCall(name, Kind.SHOWN, values, _nothing, self._where))
+            self._calls.add(LogCall(name, Kind.SHOWN, values, _do_nothing, self._current_hook))
 
-    def _look_at(self, name: str, value: Any) -> None:
-        """Have ranks compare a metric that averages numbers, the first few times."""
+    def _compare_metric(self, name: str, value: Any) -> None:
+        """Compare a metric that averages numbers between ranks, the first few times."""
         if (
             not isinstance(value, MeanMetric)
             or not self._calls.is_open
-            or self._looked[name] >= LOOKS
+            or self._comparisons[name] >= MAX_COMPARISONS
         ):
             return
-        self._looked[name] += 1
-        self._calls.add(LogCall(name, Kind.MEAN_METRIC, [numbers_in(value)], _nothing, self._where))
+        self._comparisons[name] += 1
+        self._calls.add(
+            LogCall(name, Kind.MEAN_METRIC, [numbers_in(value)], _do_nothing, self._current_hook)
+        )
 
     def log_ratio(
         self, name: str, total: torch.Tensor, count: torch.Tensor, options: Options
     ) -> None:
-        """One call of ``cp_log``."""
+        """Handle one call of ``cp_log``."""
         if self._calls.is_open:
-            self._calls.add(self._ratio(self._where, name, total, count, options))
+            self._calls.add(self._ratio(self._current_hook, name, total, count, options))
         else:
             self._show_ratio(name, total, count, (total, count), options)
 
     def note_loss(self, loss: torch.Tensor, show: Callable[[torch.Tensor], None]) -> None:
-        """Note a step's loss, to be made one value along with what it logged.
+        """Record a step's loss; it is reduced together with the step's logged values.
 
         Args:
-            loss: this rank's.
-            show: told one process's value; not called if some rank has no such loss.
+            loss: this rank's loss.
+            show: called with one process's value, unless some rank has no such loss.
         """
 
         def emit(value: torch.Tensor | None = None) -> None:
@@ -240,7 +227,7 @@ class ModuleLog:
 
     @contextmanager
     def during_step(self) -> Iterator[None]:
-        """While a step function runs: its calls are settled when it ends."""
+        """Context of a step function: settle its calls at its end."""
         training = bool(self._trainer.training)
         to_backward = training and self._module.automatic_optimization
         self._calls.open()
@@ -249,14 +236,14 @@ class ModuleLog:
                 yield
         except BaseException as error:
             self._calls.drop()
-            refused = self._run.step.take_refused()
+            refused = self._run.step.pop_refused()
             if to_backward and refused is not None and error is refused:
-                tell_refused(refused, self._run.step)
+                raise_refused(refused, self._run.step)
             raise
-        self._settle_step(training, to_backward)
+        self._reduce_step(training, to_backward)
         self._calls.is_open = training and self._hooks_log
 
-    def _settle_step(self, training: bool, to_backward: bool) -> None:
+    def _reduce_step(self, training: bool, to_backward: bool) -> None:
         try:
             self._calls.settle(
                 self._run.step, of_a_batch=True, together=training, to_backward=to_backward
@@ -266,41 +253,42 @@ class ModuleLog:
             raise
 
     def begin_hook(self, hook: str) -> None:
-        """The first callback's turn in a hook that ends a batch or an epoch."""
+        """Begin a hook that ends a batch or an epoch (in the first callback)."""
         if hook in EPOCH_ENDS:
             self._calls.open()
         elif self._hooks_log:
-            if self._calls.is_open:  # what was logged since the step, for callbacks that monitor it
+            if self._calls.is_open:  # values logged since the step, for callbacks that monitor them
                 self._calls.settle(self._run.step, of_a_batch=True, together=True)
             self._calls.open()
 
     def end_hook(self, hook: str) -> None:
-        """The module's turn, the last one, is over."""
+        """End the hook (in the module, which is called last)."""
         if not self._calls.is_open:
             return
         training = hook.startswith("on_train")
         self._calls.settle(self._run.step, of_a_batch=hook in BATCH_ENDS, together=training)
         self._calls.is_open = False
         if hook in EPOCH_ENDS:
-            self._settle_means()
+            self._reduce_means()
 
     def drop(self) -> None:
-        """Forget what waits."""
+        """Drop the waiting calls."""
         self._calls.drop()
 
     def release(self) -> None:
-        """Leave the module as it was."""
+        """Restore the module's own methods."""
         self._patches.undo()
 
     # -- helpers -----------------------------------------------------------------------------------
 
     @property
-    def _where(self) -> str:
+    def _current_hook(self) -> str:
         return str(self._module._current_fx_name)
 
-    def _waits(self, options: dict[str, Any]) -> bool:
-        """At an epoch's end, rank 0's own value is meant by ``rank_zero_only``."""
-        alone = options.get("rank_zero_only") and self._where in EPOCH_ENDS
+    def _is_deferred(self, options: dict[str, Any]) -> bool:
+        """True if the call waits; at an epoch's end, ``rank_zero_only`` logs rank 0's own value at
+        once."""
+        alone = options.get("rank_zero_only") and self._current_hook in EPOCH_ENDS
         return self._calls.is_open and not alone
 
     def _install(self) -> None:
@@ -315,18 +303,16 @@ class ModuleLog:
 
         def epoch_end_reached() -> None:
             own_end()
-            self._settle_means()  # before Lightning, or anybody in a hook, asks for them
+            self._reduce_means()  # before Lightning, or a user's hook, asks for the values
 
-        self._patches.put(module, "log", log)
-        self._patches.put(module, RATIO_HOOK, log_ratio)
-        self._patches.put(connector, "epoch_end_reached", epoch_end_reached)
+        self._patches.put_method(module, "log", log)
+        self._patches.put_method(module, RATIO_HOOK, log_ratio)
+        self._patches.put_method(connector, "epoch_end_reached", epoch_end_reached)
         for hook in (*BATCH_ENDS, *EPOCH_ENDS):
-            self._patches.put(module, hook, self._ending(hook))
+            self._patches.replace(module, hook, partial(self._ending, hook))
 
-    def _ending(self, hook: str) -> Callable[..., Any]:
-        own = getattr(self._module, hook)
-
-        @functools.wraps(own)
+    def _ending(self, hook: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(own)
         def ending(*args: Any, **kwargs: Any) -> Any:
             result = own(*args, **kwargs)
             self.end_hook(hook)
@@ -339,10 +325,10 @@ class ModuleLog:
         return bool(all_sum(flag, self._run.mesh.control_group(Flat.LOSS)))
 
     def _emitter(self, name: str, value: Any, options: dict[str, Any]) -> Callable[..., None]:
-        where, options = self._where, self._grouped(options)
+        where, options = self._current_hook, self._grouped(options)
         cache = value._forward_cache if isinstance(value, Metric) else None
         if isinstance(value, torch.Tensor) and not options.get("enable_graph"):
-            value = value.detach().clone()  # a step may reuse it
+            value = value.detach().clone()  # the module may reuse the tensor
 
         def emit(shown: torch.Tensor | None = None) -> None:
             with self._in_hook(where):
@@ -351,7 +337,7 @@ class ModuleLog:
                 elif shown is None:
                     self._own_log(name, value, **options)
                 else:
-                    self._own_log(name, as_given(shown, value), **options)
+                    self._own_log(name, in_type_of(shown, value), **options)
 
         return emit
 
@@ -367,11 +353,11 @@ class ModuleLog:
     def _show_ratio(self, name: str, *values: Any) -> None:
         log_token_ratio(self._module, self._own_log, name, *values, sync_on_compute=False)
 
-    def _settle_means(self) -> None:
-        """Sums and counts over all ranks; one that never logged a name waits for nobody, and adds nothing."""
+    def _reduce_means(self) -> None:
+        """Sum totals and counts over all ranks; a rank that never logged a name adds zeros."""
         mesh, own = self._run.mesh, {str(k): x for k, x in stage_means(self._trainer).items()}
         group = mesh.control_group(Flat.LOSS)
-        names = sorted(set().union(*gather_lists_by_vote(sorted(own), group, what="means")))
+        names = sorted(set().union(*gather_by_vote(sorted(own), group, what="means")))
         if not names:
             return
         sums = torch.zeros(len(names), 2, dtype=torch.float64, device=mesh.device_type)
@@ -387,26 +373,27 @@ class ModuleLog:
         return self._ratio(where, name, nothing, nothing, options)
 
     def _step_value(self, metric: Metric, options: dict[str, Any]) -> torch.Tensor | None:
-        """The value that a metric shows at this step, if it does."""
+        """Return the value that a metric shows at this step, if it does."""
         cache, on_step = metric._forward_cache, options.get("on_step")
         if on_step is None:
-            on_step = self._trainer.training and self._where not in EPOCH_ENDS
+            on_step = self._trainer.training and self._current_hook not in EPOCH_ENDS
         shown = on_step and isinstance(cache, torch.Tensor) and cache.numel() == 1
         return cache if shown and self._calls.is_open else None
 
     def _grouped(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The rest to synchronise once the cp group agrees: ranks with other samples."""
+        """Return options that synchronise what remains once the cp group agrees: ranks with other
+        samples."""
         if options.get("sync_dist_group") is not None:
             return options
         mesh = self._run.mesh
-        if mesh.data_size == 1:  # nothing is left, and Lightning need not recommend it
+        if mesh.data_size == 1:  # no synchronization remains, and Lightning must not recommend it
             options = {**options, "sync_dist": True}
-        # By its name: Lightning keeps it with the Trainer, of which there are copies.
+        # by name: Lightning keeps it with the Trainer, which may be copied
         return {**options, "sync_dist_group": Flat.DATA}
 
     @contextmanager
     def _in_hook(self, where: str) -> Iterator[None]:
-        """Lightning keeps values by the hook that logged them."""
+        """Context in which Lightning files values under the hook that logged them."""
         now = self._module._current_fx_name
         self._module._current_fx_name = where
         try:
@@ -415,5 +402,5 @@ class ModuleLog:
             self._module._current_fx_name = now
 
 
-def _nothing() -> None:
-    """It was shown when it was logged."""
+def _do_nothing() -> None:
+    """Do nothing: the value was shown when it was logged."""

@@ -1,4 +1,4 @@
-"""Messages of ranks at the end of a step: logged values, and findings on the way."""
+"""Exchange of ranks at the end of a step: logged values, and findings of checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from lightning_cp.comm.consensus import check_equal, gather_facts, gather_lists, stable_hash, tally
+from lightning_cp.comm.consensus import all_equal_sum, check_gathered, gather_facts, raise_on_all
 from lightning_cp.layout.axes import Flat
 from lightning_cp.mesh import ContextParallelMesh
 
@@ -20,29 +20,29 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PendingFindings:
-    """Findings in a step so far, of which ranks have to be told."""
+    """Findings of checks in a step, to be sent to the other ranks."""
 
     checks: Sequence[str] = ()
-    """Their names."""
+    """Names of the checks that ran."""
     error: Exception | None = None
-    """Why one of them failed."""
+    """The error of the first check that failed."""
     need_gradients: Sequence[bool] = ()
-    """Of each attention call: whether backward will come through it."""
+    """For each attention call: whether backward will come through it."""
     compared: Callable[[], None] = lambda: None
-    """Called where the ranks that share a sample have the same ``need_gradients``."""
+    """Called if the ranks that share a sample have the same ``need_gradients``."""
     refuse: Callable[[Mapping[int, Sequence[bool]]], None] = lambda _: None
-    """Called with different ``need_gradients`` of ranks that share a sample, by rank; raises."""
+    """Called with the different ``need_gradients`` of ranks that share a sample, by rank; raises."""
 
 
 class Losses(Protocol):
-    """Those of a step that has several counts."""
+    """Losses of a step that has several counts."""
 
     def likeness(self, value: torch.Tensor) -> torch.Tensor: ...
     def shares_by(self, alike: torch.Tensor) -> list[float] | None: ...
 
 
 class StepRanks(Protocol):
-    """The part of the strategy's core that is needed."""
+    """The part of the strategy's core that this module uses."""
 
     @property
     def mesh(self) -> ContextParallelMesh: ...
@@ -55,82 +55,63 @@ class StepRanks(Protocol):
     @property
     def declares_targets(self) -> bool: ...
     def evidence(self, value: torch.Tensor) -> torch.Tensor: ...
-    def take_refused(self) -> Exception | None: ...
-    def take_found(self) -> PendingFindings: ...
+    def pop_refused(self) -> Exception | None: ...
+    def pop_findings(self) -> PendingFindings: ...
     def gathering(self) -> AbstractContextManager[None]: ...
 
 
 def agree_on_calls(
     own: list[Any], ranks: StepRanks, flat: Flat, *, to_backward: bool = False
 ) -> list[list[Any]]:
-    """Every rank's list of calls; with it they are told what was found in the step.
+    """Exchange lists of calls and findings; return every rank's list.
 
-    Correctness hangs on it: after it ranks go on to what they do together.
+    Correctness depends on it: after it, all ranks take the same path.
 
     Args:
         own: this rank's calls.
-        ranks: the core.
-        flat: who takes part.
-        to_backward: all of them go there next.
+        ranks: the current step.
+        flat: flattened group of the ranks that take part.
+        to_backward: all of them run backward next.
 
     Raises:
         RankFailure: a check failed on another rank; the rank itself raises its own error.
         BatchMismatchError: ranks are at different calls, or have made different checks.
         ConfigError: backward would come through attention on some ranks only.
     """
-    mesh, step = ranks.mesh, ranks.take_found()
+    mesh, step = ranks.mesh, ranks.pop_findings()
     group, error = mesh.control_group(flat), step.error
     part = 0 if flat is Flat.CP else mesh.data_rank
-    own_facts = (step.checks, step.need_gradients)
     size = mesh.sample_size
-    place = (part, size)
-    votes = tally(("log", own), group, dissents=error is not None, of=place, own=own_facts)
+    of_sample = step.checks, step.need_gradients
+    dissents = error is not None
+    votes = all_equal_sum(("log", own), group, dissents=dissents, of=(part, size), own=of_sample)
     if votes is not None:
         step.compared()
         return [own] * group.size()
-    marks = {"calls of log": stable_hash(own), "checks": stable_hash(step.checks)}
-    marks["gradients"] = stable_hash(step.need_gradients)
-    table = gather_facts(marks, group, what="step", error=error)
-    groups = [range(at, at + size) for at in range(0, len(table), size)]
-    _require_same_checks(table, groups, group, step)
-    apart = [of for of in groups if len({table[rank]["gradients"] for rank in of}) > 1]
+    # Another name than that of checks within the step: a rank may still be there.
+    every = gather_facts((own, *of_sample), group, what="logged values", error=error)
+    groups = [range(at, at + size) for at in range(0, len(every), size)]
+    checks = [{"checks": ", ".join(checks) or "none"} for _, checks, _ in every]
+    check_gathered(checks, group, what="step", within=groups, remedy=_CALL_ALL)
+    gradients = [list(gradients) for _, _, gradients in every]
+    apart = [of for of in groups if any(gradients[rank] != gradients[of[0]] for rank in of)]
     if apart and to_backward:
-        every = gather_lists(step.need_gradients, group)
-        step.refuse({dist.get_global_rank(group, rank): every[rank] for rank in apart[0]})
+        step.refuse({dist.get_global_rank(group, rank): gradients[rank] for rank in apart[0]})
     if groups[part] not in apart:
         step.compared()
-    if len({row["calls of log"] for row in table}) == 1:
-        return [own] * group.size()
-    return gather_lists(own, group)
+    return [calls for calls, _, _ in every]
 
 
-def _require_same_checks(
-    table: list[dict[str, int]],
-    groups: Sequence[Sequence[int]],
-    group: dist.ProcessGroup,
-    step: PendingFindings,
-) -> None:
-    texts = {"checks": ", ".join(step.checks) or "none"}
-    rows = [[row["checks"]] for row in table]
-    for of in groups:
-        check_equal(rows, ["checks"], of, group, what="step", texts=texts, remedy=_CALL_ALL)
-
-
-def tell_refused(error: Exception, ranks: StepRanks) -> None:
-    """Tell what ended the step on all ranks that share a sample; the others wait for their vote on the step.
+def raise_refused(error: Exception, ranks: StepRanks) -> None:
+    """Raise the error that ended the step on all ranks; the others wait for their vote on the step.
 
     Raises:
         Exception: the error, once all ranks know of it.
     """
-    mesh = ranks.mesh
-    if mesh.data_size == 1:
+    if ranks.mesh.data_size == 1:
         raise error
-    _log.error(
-        "%s", error
-    )  # a step that exchanges something between samples waits for this rank now
-    group = mesh.control_group(Flat.LOSS)
-    tally("refused", group, dissents=True)
-    gather_facts({}, group, what="step", error=error)
+    _log.error("%s", error)  # a step that exchanges something between samples waits for this rank
+    raise_on_all(error, ranks.mesh.control_group(Flat.LOSS), what="refused")
 
 
 _CALL_ALL = "Models are called by all of them or by none: let no rank's own tokens decide that."

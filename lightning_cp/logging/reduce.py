@@ -1,9 +1,9 @@
-"""Logged values, kept until the ranks that share a sample come together, and settled in one exchange.
+"""Logged values, collected until the ranks that share a sample meet, and reduced in one exchange.
 
-One collective per call would wait for ever where only one rank logs something, which Lightning allows. So
-calls are collected, and at the end of the step, of the batch or of the epoch the ranks compare what each
-of them has. What all of them logged is made one value; what some of them logged they show as it is,
-except for sums with counts: a rank that did not log them has counted nothing.
+One collective per call would deadlock where only one rank logs a value, which Lightning allows. So calls
+are collected. At the end of the step, the batch or the epoch, ranks compare their calls. A value that all
+of them logged becomes one value. A value that some of them logged is shown as it is, except sums with
+counts: a rank that did not log them counted nothing.
 """
 
 from __future__ import annotations
@@ -20,43 +20,46 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import MeanMetric, Metric
 
 from lightning_cp.batch.loss_calls import Mismatch, find_mismatches, mismatch_warning
-from lightning_cp.comm.consensus import gather_vectors
+from lightning_cp.comm.all_gather import all_gather
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.layout.axes import Flat
 from lightning_cp.logging.pending import Losses, StepRanks, agree_on_calls
 from lightning_cp.loss.averages import Options, as_logged
 from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.utils.tracing import profile_range
 
-# The values that the ranks of a group have, side by side, and what they make together.
+# Values of all ranks of a group, side by side, and their combinations.
 
 
 def side_by_side(
     values: Sequence[torch.Tensor], mesh: ContextParallelMesh, flat: Flat = Flat.CP
 ) -> list[torch.Tensor]:
-    """float64 ``[ranks, *shape]`` for each value: every rank's own, in rank order, equal on all ranks.
+    """Return float64 ``[ranks, *shape]`` for each value: all ranks' values in rank order, equal on all
+    ranks.
 
-    One exchange, on the mesh's device: where a value happens to live may differ between ranks. Every rank
-    of the group calls it with as many values, of the same shapes.
+    One exchange, on the mesh's device, since ranks may hold a value on different devices. Every rank of
+    the group must call it with as many values, of the same shapes.
     """
     if not values:
         return []
     flatly = [value.detach().to(mesh.device_type, torch.float64).reshape(-1) for value in values]
-    table = torch.stack(gather_vectors(torch.cat(flatly), mesh.group(flat)))
+    with profile_range("agreement"):
+        table = torch.stack(all_gather(torch.cat(flatly), mesh.group(flat)))
     parts = table.split([part.numel() for part in flatly], dim=1)
     return [part.reshape(-1, *value.shape) for part, value in zip(parts, values, strict=True)]
 
 
 def equal(rows: torch.Tensor) -> torch.Tensor:
-    """bool ``[*shape]``: whether all ranks have the same; NaN equals NaN."""
+    """Return bool ``[*shape]``: True where all ranks have the same value; NaN equals NaN."""
     return ((rows == rows[0]) | (rows.isnan() & rows[0].isnan())).all(0)
 
 
 def weighted_mean(rows: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
-    """float64 ``[*shape]``: the mean over ranks; exactly their value where all have the same.
+    """Return float64 ``[*shape]``: the mean over ranks; exactly their value where all have the same.
 
     Args:
         rows: ``[ranks, *shape]``.
-        shares: each rank's weight; they sum to 1. What a rank of weight 0 has is not looked at, NaN or not.
+        shares: each rank's weight; they sum to 1. Values of ranks with weight 0 are ignored, NaN included.
     """
     mean = torch.zeros_like(rows[0])
     for row, share in zip(rows, shares, strict=True):
@@ -66,33 +69,34 @@ def weighted_mean(rows: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
 
 
 class Kind(Enum):
-    """One process's value, where ranks that share its sample have different ones."""
+    """Rule by which values that differ between ranks of one sample become one process's value."""
 
     MEAN = "mean"
     """The mean over targets."""
     LARGEST = "largest"
-    """In a batch the mean over targets, as it is the largest over steps that is wanted; else the largest."""
+    """The mean over targets within a batch, as the maximum is taken over steps; elsewhere the largest
+    value."""
     SMALLEST = "smallest"
-    """Likewise."""
+    """Like ``LARGEST``, with the minimum."""
     COUNT = "count"
-    """The sum: an integer."""
+    """The sum, for integers."""
     SUM = "sum"
-    """The sum: it is added up over batches, too."""
+    """The sum, for values that are added up over batches."""
     FLAG = "flag"
-    """Whether any of them is true."""
+    """True if it is true on any rank."""
     METRIC = "metric"
-    """A metric's value for this step: nobody knows, the mean over targets is a guess."""
+    """A metric's value at this step: the mean over targets, which is a guess."""
     MEAN_METRIC = "mean metric"
-    """The sum in a metric that averages numbers of ranks: it is compared, and not shown."""
+    """The sum in a metric that averages numbers of ranks: compared, not shown."""
     SHOWN = "shown"
-    """Nobody knows, and it was logged already."""
+    """A value that was shown when it was logged: compared, not changed."""
     RATIO = "ratio"
-    """A sum and a count: sum of sums over sum of counts."""
+    """A total and a count: sum of totals over sum of counts."""
 
 
 STEP_LOSS = "the step's loss"
-"""In the place of a hook, or what it begins with: the call is what a step returned. Ranks go through
-backward together."""
+"""Stands in for a hook's name, or begins it: the call is a step's returned loss. Ranks run backward
+together."""
 
 
 @dataclass
@@ -103,25 +107,25 @@ class LogCall:
     kind: Kind
     values: Sequence[torch.Tensor]
     emit: Callable[..., None]
-    """Shows a value, ``None``: as it was given. Sums of a ratio: the total and the count of all ranks."""
+    """Shows the value, by default the one given. For a ratio: takes total and count of all ranks."""
     where: str = ""
-    """The hook."""
+    """Name of the hook."""
     options: Options = ()
-    """Of a ratio: what a rank that did not call it needs to show it."""
+    """For a ratio: its options, with which a rank that did not call it can show it."""
     key: str = ""
-    """What it has in common with the same call on other ranks."""
+    """Identifies the same call on all ranks."""
 
 
-_Seen = tuple[LogCall, list[bool], torch.Tensor]
-"""A call that all ranks have, its doubts, and their evidence."""
+_CheckedCall = tuple[LogCall, list[bool], torch.Tensor]
+"""A call that all ranks have, its mismatch flags, and their evidence."""
 
 
 class StepLog:
-    """The calls since ranks last came together.
+    """The log calls since the last exchange between ranks.
 
     Args:
-        warn: tells the user.
-        join: a ratio that only other ranks have logged, by its hook, its name and its options.
+        warn: shows a warning to the user.
+        join: makes the call of a ratio that only other ranks logged, from its hook, name and options.
     """
 
     def __init__(
@@ -129,22 +133,22 @@ class StepLog:
     ) -> None:
         self._warn = warn
         self._join = join
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._doubted: set[tuple[Mismatch, str]] = set()
         self.drop()
 
     def open(self) -> None:
-        """From here on calls can wait: ranks will come together."""
+        """Let calls wait from now on: ranks will exchange them."""
         self.is_open = True
 
     def drop(self) -> None:
-        """Forget everything: the step failed."""
+        """Drop all calls: the step failed."""
         self.is_open = False
         self._calls: list[LogCall] = []
         self._times: Counter[str] = Counter()
 
     def add(self, call: LogCall) -> None:
-        """Keep one call."""
+        """Store one call."""
         name = f"{call.where}: {call.name}"
         call.key = f"{name} #{self._times[name]}"
         call.values = [value.detach().clone() for value in call.values]
@@ -154,29 +158,31 @@ class StepLog:
     def settle(
         self, ranks: StepRanks, *, of_a_batch: bool, together: bool, to_backward: bool = False
     ) -> None:
-        """Show all calls, in order; every rank of the cp group comes here.
+        """Show all calls, in order; collective over the cp group.
 
         Args:
-            ranks: the core.
-            of_a_batch: there is a batch, whose targets say what a mean is.
-            together: all data ranks come here as well, so that ratios are those of all of them.
-            to_backward: all that come here go there next.
+            ranks: the current step.
+            of_a_batch: there is a batch, whose targets weight means.
+            together: collective over all data ranks, too, so that ratios are summed over them.
+            to_backward: all these ranks run backward next.
         """
         calls, is_open = self._calls, self.is_open
         self.drop()
         self.is_open = is_open
         mesh = ranks.mesh
         flat = Flat.LOSS if together and mesh.data_size > 1 else Flat.CP
-        own = sorted(
-            (call.key, call.kind.value, call.where, call.name, call.options) for call in calls
-        )
+        own = [(call.key, call.kind.value, call.where, call.name, call.options) for call in calls]
+        own.sort()
         lists = agree_on_calls(own, ranks, flat, to_backward=to_backward)
+        if not any(lists):
+            return  # no rank logged anything
         if not _losses_fit(lists, mesh.sample_size):
             calls = [call for call in calls if not call.where.startswith(STEP_LOSS)]
-        calls = self._joined(calls, lists)
-        _settle_ratios(sorted(filter(_is_ratio, calls), key=_key), mesh, flat)
+        calls = self._with_missing_ratios(calls, lists)
+        ratios = sorted([call for call in calls if call.kind is Kind.RATIO], key=_key)
+        _reduce_ratios(ratios, mesh, flat)
         first = 0 if flat is Flat.CP else mesh.data_rank * mesh.sample_size
-        self._settle_rest(
+        self._reduce_values(
             calls,
             lists[first : first + mesh.sample_size],
             mesh,
@@ -189,7 +195,7 @@ class StepLog:
         for call in calls:
             call.emit()
 
-    def _settle_rest(
+    def _reduce_values(
         self,
         calls: list[LogCall],
         lists: list[list[Any]],
@@ -199,23 +205,23 @@ class StepLog:
         losses: Losses | None,
         doubted: Sequence[Mismatch],
     ) -> None:
-        """Everything but ratios, as far as all ranks of the cp group have it.
+        """Settle all calls but ratios, if all ranks of the cp group have them.
 
         Args:
-            calls: this rank's.
-            lists: those of each rank of the cp group.
+            calls: this rank's calls.
+            lists: the calls of each rank of the cp group.
             mesh: the process groups.
-            shares: of each rank, what means are weighted by; ``None``: nothing.
-            evidence_of: of a float, how it may have come about, which is exchanged along with it and looked
-                at; ``None``: it is not.
-            losses: of a step that has several counts.
-            doubted: the doubts that the user is told of.
+            shares: weight of each rank in means; ``None``: no batch.
+            evidence_of: returns evidence on how a mean was computed, which is exchanged with it; ``None``: no
+                such check.
+            losses: the losses of a step that has several counts.
+            doubted: the mismatches to warn of.
         """
         peers = [{key: Kind(kind) for key, kind, *_ in one} for one in lists]
         common = set.intersection(*map(set, peers))
         kinds = {key: {peer[key] for peer in peers} for key in common}
-        means_of_all = {key for key in common if kinds[key] <= set(MEANS)}  # all send as much
-        shared = [call for call in calls if call.key in common and not _is_ratio(call)]
+        means_of_all = {key for key in common if kinds[key] <= set(MEANS)}  # all ranks send as much
+        shared = [call for call in calls if call.key in common and call.kind is not Kind.RATIO]
         shared.sort(key=_key)
         values = [call.values[0] for call in shared]
         means = [
@@ -233,13 +239,15 @@ class StepLog:
         row_of = {call.key: row for call, row in zip(shared, rows, strict=True)}
         of_step = [row_of[call.key] for call in shared if _is_step_loss(call)]
         of_means = [row_of[call.key] for call in means]
-        found = [_unlike(row) for row in rows]
+        found = [_differs_and_nan(row) for row in rows]
         found += [
-            _beside(find_mismatches(x), row, of_step)
+            _without_step_mismatch(find_mismatches(x), row, of_step)
             for x, row in zip(evidence, of_means, strict=True)
         ]
         sizes = [len(flags) for flags in found]
-        told = torch.cat(found).cpu().split(sizes) if found else []  # waits for the device once
+        told = (
+            torch.cat(found).cpu().split(sizes) if found else []
+        )  # one synchronization with the device
         flags = [each.tolist() for each in told]
         apart = {call.key: any(own) for call, own in zip(shared, flags, strict=False)}
         seen = list(zip(means, flags[len(shared) :], evidence, strict=True))
@@ -252,11 +260,13 @@ class StepLog:
                 own = losses.shares_by(alike[call.key]) if losses and differ else shares
                 if own is None:
                     self._warn_of_counts(call)
-                call.emit = _given(call.emit, weighted_mean(row, own or shares))
+                call.emit = _with_values(call.emit, weighted_mean(row, own or shares))
             elif differ:
-                self._settle_one(call, kind, row, shares)
+                self._reduce_value(call, kind, row, shares)
 
-    def _doubt(self, shared: list[_Seen], calls: list[LogCall], of: Sequence[Mismatch]) -> None:
+    def _doubt(
+        self, shared: list[_CheckedCall], calls: list[LogCall], of: Sequence[Mismatch]
+    ) -> None:
         """Warn of values that are weighted by other targets than they were computed from."""
         told = False
         for call, found, evidence in shared:
@@ -270,32 +280,31 @@ class StepLog:
             self._warn_once(call, Mismatch.STEP, names, evidence)
 
     def _warn_of_nan(self, call: LogCall, nan: list[bool]) -> None:
-        """Where ranks differ, those with NaN have counted something that they have none of."""
-        if any(nan) and call.name not in self._told:
-            self._told.add(call.name)
+        """Warn of NaN on some ranks only: these probably averaged over nothing."""
+        if any(nan) and call.name not in self._warned:
+            self._warned.add(call.name)
             ranks = ", ".join(str(rank) for rank, held in enumerate(nan) if held)
             self._warn(_NAN.format(name=call.name, where=call.where, ranks=ranks))
 
     def _warn_of_counts(self, call: LogCall) -> None:
-        """Several counts were declared in the step, and the value is of none of its losses."""
+        """Warn of a value that equals none of the losses, in a step that declared several counts."""
         returned = call.where.startswith(STEP_LOSS)
         what = STEP_LOSS if returned else f"self.log({call.name!r}, ...) in {call.where}"
-        if what not in self._told:
-            self._told.add(what)
+        if what not in self._warned:
+            self._warned.add(what)
             self._warn(_COUNTS.format(what=what))
 
     def _warn_once(
         self, call: LogCall, doubt: Mismatch, names: list[str], evidence: torch.Tensor
     ) -> None:
-        self._told.update(names)
+        self._warned.update(names)
         about = doubt, call.where if doubt is Mismatch.STEP else call.name
         if about not in self._doubted:
             self._doubted.add(about)
             self._warn(mismatch_warning(doubt, call.where, names, evidence))
 
-    def _joined(self, calls: list[LogCall], lists: list[list[Any]]) -> list[LogCall]:
-        """This rank's calls with ratios that only others have logged: here nothing was counted, whatever the
-        rank has logged in their place."""
+    def _with_missing_ratios(self, calls: list[LogCall], lists: list[list[Any]]) -> list[LogCall]:
+        """Add the ratios that only other ranks logged, with total and count 0 here."""
         ratios = {key: rest for one in lists for key, kind, *rest in one if kind == "ratio"}
         found = [call for call in calls if _is_ratio(call) or call.key not in ratios]
         for key in sorted(ratios.keys() - {call.key for call in found}):
@@ -304,15 +313,17 @@ class StepLog:
             found.append(call)
         return found
 
-    def _settle_one(
+    def _reduce_value(
         self, call: LogCall, kind: Kind, row: torch.Tensor, shares: list[float] | None
     ) -> None:
-        """One value out of the different ones of all ranks of the group."""
+        """Combine the different values of all ranks of the group into one."""
         if kind in (Kind.LARGEST, Kind.SMALLEST):
-            call.emit = _given(call.emit, row.amax(0) if kind is Kind.LARGEST else row.amin(0))
+            call.emit = _with_values(
+                call.emit, row.amax(0) if kind is Kind.LARGEST else row.amin(0)
+            )
             return
         if call.kind is not Kind.MEAN_METRIC or shares is None or max(shares) - min(shares) > 1e-9:
-            self._tell(call.name, kind)
+            self._warn_of_difference(call.name, kind)
         if call.kind in (Kind.SHOWN, Kind.MEAN_METRIC):
             return
         if kind in (Kind.COUNT, Kind.SUM):
@@ -324,57 +335,53 @@ class StepLog:
             value = row.amax(0)
         else:
             value = weighted_mean(row, shares or [1 / len(row)] * len(row))
-        call.emit = _given(call.emit, value)
+        call.emit = _with_values(call.emit, value)
 
-    def _tell(self, name: str, kind: Kind) -> None:
-        if name in self._told:
+    def _warn_of_difference(self, name: str, kind: Kind) -> None:
+        if name in self._warned:
             return
-        self._told.add(name)
+        self._warned.add(name)
         if kind is Kind.MEAN_METRIC:
             self._warn(_MEAN_METRIC.format(name=name))
             return
         self._warn(
-            f"self.log({name!r}, ...) was given different values by ranks that share a sample, and from "
-            f"the values alone it is not known what one process would log. {_TOLD[kind]} "
-            f"self.cp_log({name!r}, total, count) of ContextParallelMixin logs a mean over tokens exactly: "
-            "total and count are sums over what a rank holds."
+            f"self.log({name!r}, ...) got different values from ranks that share a sample, so one process's "
+            f"value is unknown. {_SHOWN_VALUES[kind]} To log a mean over tokens exactly, call "
+            f"self.cp_log({name!r}, total, count) of ContextParallelMixin with sums over a rank's own tokens."
         )
 
 
 MEANS = (Kind.MEAN, Kind.LARGEST, Kind.SMALLEST)
 
 _NAN = (
-    "self.log({name!r}, ...) in {where} was given NaN by rank {ranks} of those that share a sample, and a "
-    "number by others, so it shows NaN, where one process may have a number. Maybe it is a mean over what "
-    "such a rank has none of, as of a row whose labels other ranks have (0 / 0), and maybe values overflow "
-    "there. Compute such a mean from self.unshard(values of tokens) of ContextParallelMixin, which all ranks "
-    "have whole; log a mean over tokens by self.cp_log({name!r}, total, count)."
+    "self.log({name!r}, ...) in {where} got NaN from rank {ranks} of those that share a sample, and a number "
+    "from the others, so it shows NaN. Likely causes: a mean over no elements on that rank (0 / 0), or an "
+    "overflow. Compute such a mean from self.unshard(values of tokens) of ContextParallelMixin, or log it "
+    "with self.cp_log({name!r}, total, count)."
 )
 
 _MEAN_METRIC = (
-    "self.log({name!r}, ...) was given a metric that averages numbers (MeanMetric), and ranks that share a "
-    "sample gave it different ones. It counts every rank alike, so a mean over tokens, a loss, is shown with "
-    "another value than one process has, unless all ranks hold as many targets. Give it self.average(loss) "
-    "of ContextParallelMixin, which is the same on all ranks, or log the loss itself by self.log or "
-    "self.cp_log."
+    "self.log({name!r}, ...) got a metric that averages numbers (MeanMetric), with different ones on ranks "
+    "that share a sample. It weights all ranks alike, so a mean over tokens (a loss) differs from one "
+    "process's. Update the metric with self.average(loss) of ContextParallelMixin, or log the loss itself "
+    "with self.log or self.cp_log."
 )
 
 _COUNTS = (
-    "{what} was given a value that is none of the losses which went backward, in a step that called "
-    "count_targets for several, so that it is not known which targets it is a mean over, and shown is its "
-    "mean weighted by the last ones. Log each loss by itself, as it was given to backward; a sum of losses "
-    "as the sum of self.average(loss); other values by self.cp_log(name, total, count) of "
-    "ContextParallelMixin."
+    "{what} got a value that equals none of the losses of backward, in a step with several count_targets, so "
+    "its targets are unknown: it is averaged by the last counts. Log each loss by itself, as given to "
+    "backward; a sum of losses as the sum of self.average(loss); other values with "
+    "self.cp_log(name, total, count) of ContextParallelMixin."
 )
 
-_TOLD = {
-    Kind.MEAN: "Shown is the plain mean over these ranks.",
-    Kind.COUNT: "It is taken for a count: shown is the sum over these ranks.",
-    Kind.SUM: "As it is added up over batches, shown is the sum over these ranks.",
-    Kind.FLAG: "Shown is whether it is true on any of these ranks.",
-    Kind.METRIC: "Shown at the step is the mean over these ranks, weighted by targets; what the metric "
-    "computes for the epoch is not affected.",
-    Kind.SHOWN: "Shown is what each rank has itself.",
+_SHOWN_VALUES = {
+    Kind.MEAN: "The plain mean over these ranks is shown.",
+    Kind.COUNT: "It is an integer, so the sum over these ranks is shown.",
+    Kind.SUM: "It is added up over batches, so the sum over these ranks is shown.",
+    Kind.FLAG: "True is shown if it is true on any of these ranks.",
+    Kind.METRIC: "The step shows the mean over these ranks, weighted by targets; the metric's value for "
+    "the epoch is not affected.",
+    Kind.SHOWN: "Each rank shows its own value.",
 }
 
 
@@ -389,8 +396,8 @@ def _key(call: LogCall) -> str:
     return call.key
 
 
-def _unlike(row: torch.Tensor) -> torch.Tensor:
-    """bool [1 + ranks]: whether ranks have different values, and which of them have NaN."""
+def _differs_and_nan(row: torch.Tensor) -> torch.Tensor:
+    """Return bool [1 + ranks]: whether ranks have different values, and which of them have NaN."""
     nan = row.reshape(len(row), -1).isnan().any(1)
     return torch.cat([~equal(row).all()[None], nan])
 
@@ -400,14 +407,15 @@ def _is_step_loss(call: LogCall) -> bool:
 
 
 def _is_mean(call: LogCall) -> bool:
-    """True of a value that is logged, and not the loss that a step returns."""
+    """True for a logged mean, not the loss that a step returns."""
     return call.kind in MEANS and not _is_step_loss(call)
 
 
-def _beside(
+def _without_step_mismatch(
     found: torch.Tensor, row: torch.Tensor, of_step: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """The doubts of a value, but that the step's own loss counts other targets, for which it is refused."""
+    """Return the mismatches of a value, without those of the step's own loss, which is refused for
+    them."""
     for loss in of_step:
         if loss.shape == row.shape:
             found[Mismatch.MEAN.value] &= ~(loss == row).all()
@@ -419,7 +427,7 @@ def _is_ratio(call: LogCall) -> bool:
 
 
 def _losses_fit(lists: list[list[Any]], size: int) -> bool:
-    """True if all have a loss that is shown, and all or none a graph; the shape is each data rank's own."""
+    """True if all ranks show a loss, and all or none with a graph; data ranks may differ in its shape."""
     losses = [
         {key: where for key, _, where, *_ in one if where.startswith(STEP_LOSS)} for one in lists
     ]
@@ -428,20 +436,20 @@ def _losses_fit(lists: list[list[Any]], size: int) -> bool:
     return len(kinds) == 1 and all(set.intersection(*map(set, group)) for group in groups)
 
 
-def _settle_ratios(calls: list[LogCall], mesh: ContextParallelMesh, flat: Flat) -> None:
-    """Sums over ranks; every rank has the same calls by now."""
+def _reduce_ratios(calls: list[LogCall], mesh: ContextParallelMesh, flat: Flat) -> None:
+    """Sum totals and counts over ranks, which have the same calls by now."""
     if not calls:
         return
     own = torch.stack([torch.stack(list(call.values)) for call in calls])
     for call, (total, count) in zip(calls, all_sum(own, mesh.group(flat)), strict=True):
-        call.emit = _given(call.emit, total, count)
+        call.emit = _with_values(call.emit, total, count)
 
 
-def _given(emit: Callable[..., None], *values: torch.Tensor) -> Callable[[], None]:
+def _with_values(emit: Callable[..., None], *values: torch.Tensor) -> Callable[[], None]:
     return lambda: emit(*values)
 
 
-# Kinds of values given to ``self.log``, and their form once the ranks have agreed on them.
+# Kinds of values passed to ``self.log``, and their form after the reduction.
 
 
 ARGUMENTS = (
@@ -458,7 +466,7 @@ ARGUMENTS = (
     "metric_attribute",
     "rank_zero_only",
 )
-"""Of ``LightningModule.log`` after the value, by position."""
+"""Arguments of ``LightningModule.log`` after the value, by position."""
 
 
 def show_metric(
@@ -469,7 +477,7 @@ def show_metric(
     shown: torch.Tensor | None,
     options: dict[str, Any],
 ) -> None:
-    """Log a metric that shows at this step what it had then (``cache``), or what ranks agreed on."""
+    """Log a metric that shows at this step its value of then (``cache``), or the reduced one."""
     now = metric._forward_cache
     metric._forward_cache = cache if shown is None else as_logged(shown)
     try:
@@ -479,13 +487,13 @@ def show_metric(
 
 
 def numbers_in(metric: MeanMetric) -> torch.Tensor:
-    """Their sum; 0 where it was given more than one value at a time, each of which counts."""
+    """Return the sum of a metric's numbers; 0 if it was updated with several values at a time."""
     total, weight = (torch.as_tensor(x).detach() for x in (metric.mean_value, metric.weight))
     return torch.where(weight == metric._update_count, total, 0.0).reshape(())
 
 
-def as_given(shown: torch.Tensor, value: Any) -> torch.Tensor:
-    """The value that ranks agreed on, in the type of the given one."""
+def in_type_of(shown: torch.Tensor, value: Any) -> torch.Tensor:
+    """Return the reduced value in the type of the original one."""
     if not isinstance(value, torch.Tensor):
         return as_logged(shown)
     shown = shown.to(value)
@@ -495,19 +503,19 @@ def as_given(shown: torch.Tensor, value: Any) -> torch.Tensor:
 
 
 def whole(value: Any) -> Any:
-    """A value that is spread over ranks, as one number on every rank: the norm of sharded gradients."""
+    """Return a sharded value as a plain tensor on every rank, such as the norm of sharded gradients."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def kind_of(value: Any, options: dict[str, Any]) -> Kind | None:
-    """The way ranks' values become one; ``None``: Lightning says what is wrong with it."""
+    """Return how ranks' values are combined; ``None``: not a loggable value, Lightning raises."""
     if isinstance(value, Metric):
         return Kind.METRIC
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex():
             return None
         flag, integer = value.dtype == torch.bool, not value.is_floating_point()
-    elif isinstance(value, Real):  # NumPy's own as well
+    elif isinstance(value, Real):  # also NumPy's float64
         flag, integer = isinstance(value, bool), isinstance(value, Integral)
     else:
         return None

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.comm.consensus import gather_lists
+from lightning_cp.comm.consensus import gather_objects
 from lightning_cp.errors import ConfigError
 from lightning_cp.loss.terms import DECLARE, LossFactors, LossTerms
 from lightning_cp.utils.autograd_notes import Count
@@ -188,19 +188,19 @@ class TargetCounts:
         self.asks = False
         """A loss of no known kind went backward without a check."""
 
-    def note(self, means: LossTerms, weighted: Count, *, aside: bool = False) -> None:
+    def note(self, means: LossTerms, weighted: Count, *, is_probe: bool = False) -> None:
         """Record a loss, before its backward, with its means and its weight of ``weighted`` targets.
 
-        Means beside other terms count in a probe step (``aside``) only.
+        Means beside other terms count in a probe step (``is_probe``) only.
         """
         self.are_asked = True
         self._numbers.append((weighted, None if means.other_terms else means.numbers))
         self.beside_other_terms = bool(means.counts) and means.other_terms
-        for count in means.counts if aside or not means.other_terms else ():
+        for count in means.counts if is_probe or not means.other_terms else ():
             of_mean = torch.as_tensor(count)
             self._pairs.append((of_mean, torch.as_tensor(weighted).to(of_mean.device)))
 
-    def are_of(self, rows: int) -> bool:
+    def equal_rows(self, rows: int) -> bool:
         """True if each count that differs from its weight is the number of rows."""
         return all(float(count) == rows for count, weight in self._pairs if _differ(count, weight))
 
@@ -330,7 +330,7 @@ class TargetCounts:
     def padding(self, group: dist.ProcessGroup | None) -> str | None:
         """Return the message about the first rank on which padding counts, or ``None``. Collective."""
         own = [how for how, found in self._padding if found][:1]
-        every = [own] if group is None else gather_lists(own, group)
+        every = gather_objects(own, group)
         said = next(((how, rank) for rank, hows in enumerate(every) for how in hows), None)
         if said is None:
             return None
@@ -340,7 +340,7 @@ class TargetCounts:
     def difference(self, group: dist.ProcessGroup | None) -> str | None:
         """Return a message with both numbers of each rank where they differ, or ``None``. Collective."""
         own = [(float(a), float(b)) for a, b in self._pairs if _differ(a, b)][:1]
-        every = [own] if group is None else gather_lists(own, group)
+        every = gather_objects(own, group)
         found = [
             f"{counted:g} on rank {rank}, which is weighted by {weight:g}"
             for rank, pairs in enumerate(every)
@@ -359,7 +359,7 @@ def gather_by_sample(
     own: list[Any], group: dist.ProcessGroup, sample_size: int
 ) -> Iterator[tuple[int, tuple[int, tuple[Any, ...]]]]:
     """Gather values per loss: yield its index, a sample's first rank, and its values. Collective."""
-    every = gather_lists(own, group)
+    every = gather_objects(own, group)
     for first in range(0, len(every), sample_size):
         of_ranks = zip(*every[first : first + sample_size], strict=False)
         yield from enumerate((first, each) for each in of_ranks)

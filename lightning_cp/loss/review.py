@@ -72,7 +72,7 @@ class RunLosses:
         )
         is_clear = _is_known(means) or passes
         if self.question is None:
-            self.counts.asks |= not (is_clear or weight.is_muted) and is_shared
+            self.counts.asks |= not (is_clear or weight.is_without_targets) and is_shared
         else:
             weight.check_known(None if is_clear else ConfigError(self.question))
 
@@ -80,7 +80,7 @@ class RunLosses:
         """Return True for a declared loss, and for one like a loss that a check found exact."""
         if weight.is_declared or not self.exact_zeros or self.passes_all:
             return weight.is_declared or bool(self.exact_zeros)
-        return any(map(factors_of(loss, weight.tokens).have, self.exact_zeros))
+        return any(map(factors_of(loss, weight.tokens).are_zero, self.exact_zeros))
 
     @property
     def passes_all(self) -> bool:
@@ -146,10 +146,10 @@ def _note(
 
 def _facts_of(loss: torch.Tensor, means: LossTerms, weight: StepLoss) -> ProbeLoss:
     counts = TargetCounts()
-    counts.note(means, weight.targets, aside=True)
+    counts.note(means, weight.targets, is_probe=True)
     shared = means.joined or means.gathered
     zeros = factors_of(loss, weight.tokens).zeros if shared or not _is_known(means) else ()
-    if _is_known(means) or weight.is_muted:
+    if _is_known(means) or weight.is_without_targets:
         return ProbeLoss(counts, zeros=zeros)
     leaves, declared = ignores_label(loss, IGNORED_LABEL), weight.is_declared
     return ProbeLoss(counts, False, is_declared=declared, zeros=zeros, leaves_out=leaves)

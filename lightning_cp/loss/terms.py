@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.utils.autograd_notes import Count, Origin, origin_of
+from lightning_cp.utils.autograd_notes import NOTE, Count, Origin, origin_of
 
 
 class LossTerms(NamedTuple):
@@ -53,19 +53,20 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
         if node is None:
             continue
         count = _count_of(node)
+        sources, operator = _sources(node), _operator(node)
         if count is not None:
-            if not _is_of_sequence(_sources(node)):
+            if not _is_of_sequence(sources):
                 counts.append(count)
-        elif _operator(node) in _LINEAR:
+        elif operator in _LINEAR:
             numbers += [node._saved_alpha] if getattr(node, "_saved_alpha", 1) != 1 else []
-            ahead.extend(_sources(node))
-        elif _operator(node) in ("Mul", "Div"):
-            factors = [x for x in _sources(node) if not _is_shared(x)]
+            ahead.extend(sources)
+        elif operator in ("Mul", "Div"):
+            factors = [x for x in sources if not _is_shared(x)]
             if len(factors) > 1 or (factors and _divides(node, factors[0])):
                 other_terms = True
                 continue
             other_terms |= not factors and not _is_shared(node)
-            shared += [x for x in (_sources(node) if factors else [node]) if x not in factors]
+            shared += [x for x in (sources if factors else [node]) if x not in factors]
             constants = _constants(node)
             numbers += [] if _is_of_parameters(node) else _numbers_of(node)
             own_factor |= bool(factors) and not all(map(_is_number, constants))
@@ -76,7 +77,7 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
             other_terms = True
     numbers += _numbers_within(shared)
     return LossTerms(
-        counts, own_factor, numbers, other_terms, _joined_values(shared), _gathered(shared)
+        counts, own_factor, numbers, other_terms, _joined_values(shared), _unshard_nodes(shared)
     )
 
 
@@ -109,7 +110,7 @@ class LossFactors(NamedTuple):
         """One flag per factor: it is 0; waits for the device."""
         return tuple(not x for x in self.values)
 
-    def have(self, zeros: tuple[bool, ...]) -> bool:
+    def are_zero(self, zeros: tuple[bool, ...]) -> bool:
         """True if all factors that ``zeros`` marks are 0; waits for the device for tensors only."""
         if not any(zeros):
             return True
@@ -160,8 +161,13 @@ _LINEAR = {
 }
 """Linear operators, and Python autograd functions that return their input."""
 _NLL = ("NllLoss", "NllLoss2D")
-_IDENTITIES = {"_DDPSink", "BackwardHookFunction", "RegisterPostBackwardFunction"}
-"""Python autograd functions that return each of several tensors: an output depends on one input only."""
+_IDENTITIES = {
+    "_DDPSinkBackward",
+    "BackwardHookFunctionBackward",
+    "RegisterPostBackwardFunctionBackward",
+}
+"""Nodes of Python autograd functions that return each of several tensors: an output depends on one input
+only."""
 _UNARY = {
     *("Pow", "Abs", "Sqrt", "Exp", "Log", "Sigmoid", "Softplus", "Norm", "LinalgVectorNorm"),
     *("T", "Transpose", "Permute"),
@@ -169,8 +175,8 @@ _UNARY = {
 """Functions of one tensor."""
 _PARAMETER_OPERATORS = _UNARY | _LINEAR - {"Slice"}
 """Operators of parameter terms; without Slice, whose size may be that of a rank's tokens."""
-_OPAQUE = {"CheckpointFunction", "CompiledFunction"}
-"""Functions whose inner operations have no nodes in the graph."""
+_OPAQUE = {"CheckpointFunctionBackward", "CompiledFunctionBackward"}
+"""Nodes of functions whose inner operations have no nodes in the graph."""
 
 
 def targets_of(
@@ -202,13 +208,19 @@ def _wide_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def _sources(node: Any) -> list[Any]:
-    found = (_producer(*edge) for edge in node.next_functions)
-    return [source for source in found if source is not None]
+    """Return the nodes that computed the inputs of this one."""
+    found: list[Any] = []
+    for source, number in node.next_functions:
+        if source is not None and source.name() in _IDENTITIES:
+            source = _producer(source, number)
+        if source is not None:
+            found.append(source)
+    return found
 
 
 def _producer(node: Any, number: int) -> Any:
     """Return the node that computed an output of this one, behind functions that return their inputs."""
-    while node is not None and _operator(node) in _IDENTITIES and origin_of(node) is None:
+    while node is not None and node.name() in _IDENTITIES and origin_of(node) is None:
         node, number = node.next_functions[number]
     return node
 
@@ -238,9 +250,10 @@ def _divides(node: Any, factor: Any) -> bool:
 
 def _constants(node: Any) -> list[torch.Tensor]:
     """Return the factors of a product or a quotient that have no graph."""
+    if len(_sources(node)) > 1:
+        return []
     names = ("_saved_self", "_saved_other", "_saved_mat2")
-    saved = (getattr(node, name, None) for name in names)
-    return [x for x in saved if x is not None] if len(_sources(node)) < 2 else []
+    return [x for name in names if (x := getattr(node, name, None)) is not None]
 
 
 def _is_number(x: torch.Tensor) -> bool:
@@ -310,17 +323,16 @@ def _is_of_parameters(node: Any) -> bool:
         seen.add(node)
         if origin_of(node) is not None:
             return False
+        sources, operator = _sources(node), _operator(node)
         if hasattr(node, "variable"):
             if not isinstance(node.variable, torch.nn.Parameter):
                 return False
-        elif _operator(node) in ("Mul", "Div", "Mm"):
+        elif operator in ("Mul", "Div", "Mm"):
             if not all(map(_is_number, _constants(node))):
                 return False
-            ahead.extend(_sources(node))
-        elif (
-            _operator(node) in _PARAMETER_OPERATORS and _sources(node) and not _joins_another(node)
-        ):
-            ahead.extend(_sources(node))
+            ahead.extend(sources)
+        elif operator in _PARAMETER_OPERATORS and sources and not _joins_another(node):
+            ahead.extend(sources)
         else:
             return False
     return True
@@ -357,7 +369,7 @@ def _numbers_within(terms: Iterable[Any]) -> list[float]:
     return found
 
 
-def _gathered(terms: Iterable[Any]) -> tuple[Any, ...]:
+def _unshard_nodes(terms: Iterable[Any]) -> tuple[Any, ...]:
     """Return the nodes of ``unshard`` values that terms are computed from, in the order of the graph."""
     ahead, seen, found = list(terms), set(), []
     while ahead:
@@ -381,29 +393,36 @@ def _saved_tensors(node: Any) -> list[torch.Tensor]:
 
 def _joins_another(node: Any) -> bool:
     """True if an operand of a sum, or of a concatenation, has no graph, and may differ between ranks."""
-    operands = node.next_functions
-    if all(source is not None for source, _ in operands):
+    operands = [operand for operand in node.next_functions if operand[0] is not None]
+    if len(operands) == len(node.next_functions):
         return False
-    (source, number), *_ = [operand for operand in operands if operand[0] is not None]
-    sizes = [x._input_metadata[at].shape for x, at in ((node, 0), (source, number))]
-    return _operator(node) not in ("Add", "Sub") or sizes[0] != sizes[1] or not sizes[0]
+    source, number = operands[0]
+    own, other = node._input_metadata[0].shape, source._input_metadata[number].shape
+    return _operator(node) not in ("Add", "Sub") or own != other or not own
 
 
 def _is_of_sequence(nodes: Iterable[Any]) -> bool:
-    """True if nodes depend on ``unshard``, and not on a rank's own tokens in another way."""
-    ahead, seen, found = list(nodes), set(), False
+    """True if nodes depend on ``unshard``, and not on a rank's own tokens in another way.
+
+    It reads every node above attention, so it calls no function of ours at each of them.
+    """
+    ahead: list[tuple[Any, int]] = [(node, 0) for node in nodes]
+    seen, found = set(), False
     while ahead:
-        node = ahead.pop()
-        if node in seen:
+        node, number = ahead.pop()
+        if node is None or node in seen:
+            continue
+        origin, name = node.metadata.get(NOTE), node.name()
+        if origin is None and name in _IDENTITIES:
+            ahead.append(node.next_functions[number])
             continue
         seen.add(node)
-        origin = origin_of(node)
         if origin is Origin.SEQUENCE:
             found = True
-        elif origin is Origin.TOKENS or _operator(node) in _OPAQUE:
+        elif origin is Origin.TOKENS or name in _OPAQUE:
             return False
         else:
-            ahead.extend(_sources(node))
+            ahead.extend(node.next_functions)
     return found
 
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_cp.batch.sharder import Sharding
 from lightning_cp.batch.step_state import StepState
-from lightning_cp.comm.consensus import agree
+from lightning_cp.comm.consensus import raise_on_all
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.errors import ConfigError, NonFiniteError
 from lightning_cp.layout.axes import Flat
@@ -203,7 +203,7 @@ class StepLoss:
         return self._declared is not None
 
     @property
-    def is_muted(self) -> bool:
+    def is_without_targets(self) -> bool:
         """True if this rank has no targets, so that its loss adds nothing."""
         return self._declared is None and not self._valid[self._mesh.cp_rank]
 
@@ -278,7 +278,7 @@ class StepLoss:
         if of_window:
             self._targets = float(counts.sum())
 
-    def own(self, loss: torch.Tensor) -> torch.Tensor | None:
+    def local_loss(self, loss: torch.Tensor) -> torch.Tensor | None:
         """Return this rank's own mean (``loss`` may show the group's), or ``None`` without targets."""
         own = loss if self._own is None else self._own
         if self._declared is not None:
@@ -298,8 +298,8 @@ class StepLoss:
             if error is not None:
                 raise error
             return
-        error = None if self.is_muted else error
-        agree({}, self._mesh.control_group(Flat.LOSS), what="loss", error=error)
+        error = None if self.is_without_targets else error
+        raise_on_all(error, self._mesh.control_group(Flat.LOSS), what="loss")
 
     def scale(
         self, loss: torch.Tensor, optimizers: Iterable[Optimizer], *, automatic: bool = False
@@ -318,7 +318,7 @@ class StepLoss:
             weighted = zero_loss(loss)
         return _WithValue.apply(weighted, loss.detach())  # type: ignore[return-value]
 
-    def shown(self, loss: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def global_loss(self, loss: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return a loss with the value that one process has, and the gradient of this rank's own."""
         self._own = loss.detach()
         return _WithValue.apply(loss, value)  # type: ignore[return-value]
@@ -355,7 +355,7 @@ class StepLoss:
                 check_connected(loss)
             except ConfigError as refused:
                 error = refused
-        agree({}, self._mesh.control_group(Flat.LOSS), what="loss", error=error)
+        raise_on_all(error, self._mesh.control_group(Flat.LOSS), what="loss")
 
     def after_backward(self, state: StepState, parameters: Iterable[torch.Tensor]) -> None:
         """Check, if some rank had no targets, that its loss added nothing. Collective.
@@ -373,7 +373,7 @@ class StepLoss:
                 check_zero_loss(float(muted), _first_gradients(state, parameters))
             except NonFiniteError as refused:
                 error = refused
-        agree({}, self._mesh.control_group(Flat.LOSS), what="loss", error=error)
+        raise_on_all(error, self._mesh.control_group(Flat.LOSS), what="loss")
 
 
 def _shares(counts: Sequence[float] | torch.Tensor) -> list[float]:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_cp.attention.checkpointing import DeviceStore, keep_attention_in
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.blocks import blocks_of
-from lightning_cp.utils.module_hooks import replace_method
+from lightning_cp.utils.patching import PatchSet
 
 _CACHES: dict[str, Any] = {"past_key_values": None, "layer_past": None, "use_cache": False}
 """Cache arguments of Hugging Face blocks: a block that runs again would fill a cache twice."""
@@ -90,7 +90,7 @@ def recompute_blocks(
         raise ConfigError(
             f"activation_checkpointing recomputes blocks, and {type(model).__name__} has no list of modules "
             "with attention. Call torch.utils.checkpoint.checkpoint(..., use_reentrant=False, "
-            "context_fn=lightning_cp.keep_attention) in the model, and leave activation_checkpointing away."
+            "context_fn=lightning_cp.keep_attention) in the model, and remove activation_checkpointing=."
         )
     for name, module in model.named_modules():
         if isinstance(module, CheckpointWrapper) or getattr(
@@ -146,16 +146,10 @@ class RecomputedBlocks:
     def enter(self) -> Callable[[], None]:
         """Replace the blocks' forward; return the undo function."""
         self._kept.inputs = self._kept.attention = self._forwards = 0
-        undo = [
-            replace_method(block, "forward", partial(self._forward, block.forward))
-            for block in self._blocks
-        ]
-
-        def put_back() -> None:
-            for each in undo:
-                each()
-
-        return put_back
+        patches = PatchSet()
+        for block in self._blocks:
+            patches.replace(block, "forward", lambda own: partial(self._forward, own))
+        return patches.undo
 
     def _forward(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

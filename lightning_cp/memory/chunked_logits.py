@@ -21,7 +21,8 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.memory.chunked_loss import changed_cross_entropy, compute_dtype
 from lightning_cp.models.hf.forward import arguments_by_name
 from lightning_cp.models.hf.positions import parameters_of
-from lightning_cp.utils.module_hooks import add_hook, replace_method
+from lightning_cp.utils.module_hooks import add_hook
+from lightning_cp.utils.patching import PatchSet
 from lightning_cp.utils.tracing import exclude_from_compile
 
 Function = Callable[..., Any]
@@ -224,7 +225,7 @@ def _apply_all(noted: Iterable[Function], z: torch.Tensor) -> torch.Tensor:
 
 _INSTEAD = (
     "The model computes its loss of labels=, and nothing else of its logits. To use them, call the "
-    "model without labels (they are whole then), or leave chunked_loss away; for a loss of your own "
+    "model without labels (they are whole then), or remove chunked_loss=; for your own loss "
     "call lightning_cp.linear_cross_entropy with hidden states and the head's weight."
 )
 _LATE = (
@@ -289,8 +290,8 @@ def chunk_heads(models: Sequence[Any], chunk_tokens: int) -> list[ChunkedHead]:
         raise ConfigError(
             f"chunked_loss={chunk_tokens} computes the loss of a Hugging Face language model behind its "
             "head, but there is none that has a head (get_output_embeddings()) and takes labels: "
-            f"{names}. For a module of your own call lightning_cp.linear_cross_entropy in the step, and "
-            "leave chunked_loss away."
+            f"{names}. In your own module call lightning_cp.linear_cross_entropy in the step, and "
+            "remove chunked_loss=."
         )
     return [ChunkedHead(model, head, chunk_tokens) for model, head in found]
 
@@ -309,7 +310,7 @@ def _head_of(model: Any) -> nn.Module | None:
         raise ConfigError(
             f"chunked_loss: the head of {type(model).__name__} is a {type(head).__name__}, and only a plain "
             "nn.Linear is known to compute weight times hidden states plus bias (LoRA, quantised and "
-            "parametrised layers do something else). Leave the head out of it, or leave chunked_loss away."
+            "parametrised layers do something else). Leave the head out of it, or remove chunked_loss=."
         )
     return head
 
@@ -330,18 +331,12 @@ class ChunkedHead:
         """Replace the head's forward; return the undo function."""
         before, after = exclude_from_compile(self._before), exclude_from_compile(self._after)
         model = self._model
-        undo = [
-            add_hook(model.register_forward_pre_hook, before, with_kwargs=True),
-            add_hook(model.register_forward_hook, after, always_call=True),
-            replace_method(self._head, "forward", exclude_from_compile(self._forward)),
-        ]
-
-        def put_back() -> None:
-            for each in undo:
-                each()
-            self._forget()
-
-        return put_back
+        patches = PatchSet()
+        patches.add(self._forget)
+        patches.add(add_hook(model.register_forward_pre_hook, before, with_kwargs=True))
+        patches.add(add_hook(model.register_forward_hook, after, always_call=True))
+        patches.put_method(self._head, "forward", exclude_from_compile(self._forward))
+        return patches.undo
 
     def report(self) -> str | None:
         """Return the message that logits were made anyway, or ``None``."""

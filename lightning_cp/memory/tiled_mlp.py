@@ -24,7 +24,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.blocks import blocks_of, matches
 from lightning_cp.randomness.token_draws import TileDraws
-from lightning_cp.utils.module_hooks import replace_method
+from lightning_cp.utils.patching import PatchSet
 from lightning_cp.utils.tracing import exclude_from_compile
 
 Forward = Callable[..., torch.Tensor]
@@ -231,7 +231,7 @@ def _bad_output(module: nn.Module, made: Any) -> str:
     return (
         f"tiled_mlp: {type(module).__name__} was run on some of the tokens and returned {got}, and only one "
         "tensor with a row for each token can be put together again. Name the modules that do in "
-        "mlp_modules=, or leave tiled_mlp away."
+        "mlp_modules=, or remove tiled_mlp=."
     )
 
 
@@ -268,7 +268,7 @@ def _mlps_of_blocks(model: nn.Module) -> dict[str, nn.Module]:
         has = f"have {', '.join(parts)}" if parts else "were not found"
         raise ConfigError(
             f"tiled_mlp: no block of {type(model).__name__} has a part called {', '.join(MLP_NAMES)}; its "
-            f"blocks {has}. Name the classes of its MLPs in mlp_modules=, or leave tiled_mlp away."
+            f"blocks {has}. Name the classes of its MLPs in mlp_modules=, or remove tiled_mlp=."
         )
     return found
 
@@ -298,8 +298,8 @@ def _check_no_experts(name: str, module: nn.Module) -> None:
     if shared or stacked:
         raise ConfigError(
             f"tiled_mlp: {name} ({type(module).__name__}) has experts ({(shared or stacked)[0]}), and their "
-            "routing is looked at over all tokens (load balancing), so it is not cut into tiles. Leave "
-            "tiled_mlp away, or name the other MLPs in mlp_modules=."
+            "routing is looked at over all tokens (load balancing), so it is not cut into tiles. Remove "
+            "tiled_mlp=, or name the other MLPs in mlp_modules=."
         )
 
 
@@ -324,7 +324,9 @@ class TiledMlp:
                     f"tiled_mlp: {self._name}.{key} is sharded by itself, and would be gathered for every "
                     "tile. Wrap whole blocks or whole MLPs (wrap_modules=)."
                 )
-        return replace_method(module, "forward", self._as_forward(module.forward))
+        patches = PatchSet()
+        patches.replace(module, "forward", self._as_forward)
+        return patches.undo
 
     def _as_forward(self, own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         size, name, module = self._tile_tokens, self._name, self._module
@@ -338,7 +340,7 @@ class TiledMlp:
                     f"tiled_mlp: {name} ({type(module).__name__}) was called with "
                     f"{_describe_inputs(tensors)}, and only tensors [..., tokens, features] with the same "
                     "tokens can be cut into tiles. Name the modules that take those in mlp_modules=, or "
-                    "leave tiled_mlp away."
+                    "remove tiled_mlp=."
                 )
             call = partial(_call, own, len(inputs), list(others))  # keeps no input alive
             return run_in_tiles(module, call, tensors, size, lambda x: TileDraws(x).tile)

@@ -29,26 +29,26 @@ def local_modules(
         others: modules inside that are not swapped on purpose.
     """
     inside = {part for module in listed or () for part in module.modules()}
-    alone = set() if listed is None else set(model.modules()) - inside
+    local = set() if listed is None else set(model.modules()) - inside
     for module in model.modules():
         if getattr(module, LOCAL, False):
-            alone.update(module.modules())
-    return alone.union(*(other.modules() for other in others))
+            local.update(module.modules())
+    return local.union(*(other.modules() for other in others))
 
 
 def track_calls(
     model: nn.Module,
     handle: SwapHandle,
     listed: Sequence[nn.Module] | None,
-    alone: set[nn.Module],
+    local: set[nn.Module],
 ) -> None:
     """Track on the handle, while a step is active, whether a local module is being called."""
-    if not alone:
+    if not local:
         return
     handle.intercepts_outside = listed is None
-    followed = alone if listed is None else {part for one in listed for part in one.modules()}
+    followed = local if listed is None else {part for one in listed for part in one.modules()}
     for module in followed:  # modules in which interception may differ from that outside of all
-        _track(module, handle, module not in alone)
+        _track(module, handle, module not in local)
 
 
 def _track(module: nn.Module, handle: SwapHandle, intercepts: bool) -> None:

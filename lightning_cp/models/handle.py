@@ -24,7 +24,7 @@ from lightning_cp.attention.function import attend, attend_with_max_logits
 from lightning_cp.attention.plan import AttentionPlan, make_plan, make_request
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.batch.step_state import StepState
-from lightning_cp.comm.consensus import agree, gather_lists_by_vote
+from lightning_cp.comm.consensus import check_equal, gather_by_vote
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.protocol import Request
 from lightning_cp.layout.axes import Flat
@@ -46,9 +46,9 @@ from lightning_cp.utils.console import (
     without_layer_numbers,
 )
 from lightning_cp.utils.patching import (
+    PatchSet,
     ReplacedFunction,
-    replace_everywhere,
-    restore_everywhere,
+    StepPatches,
     without_garbage_collection,
 )
 
@@ -149,7 +149,7 @@ class RankChecks:
         try:
             if waiting.names and self._mesh.sample_size > 1:
                 facts = {", ".join(waiting.names): 0}
-                agree(facts, self._mesh.control_group(Flat.CP), what="step", error=error)
+                check_equal(facts, self._mesh.control_group(Flat.CP), what="step", error=error)
             if error is not None:
                 raise error
         except Exception as refused:
@@ -186,7 +186,7 @@ class SwapReportRow:
     """Modules of one class at one place, or a function, and the way their attention was swapped."""
 
     modules: str
-    """Their names; ``*`` stands for the number of a layer."""
+    """Their names, with ``*`` for the number of a layer."""
     count: int | None
     """Number of modules; ``None`` for a function, with any caller."""
     kind: str
@@ -277,10 +277,10 @@ class SwapHandle:
         self.collector = MaxLogitsCollector({})
         self.has_batch: Callable[[Any], bool] = bool
         """True if arguments of a call hold a tensor of the step's batch."""
-        self._enter: list[Callable[[], Callable[[], None]]] = []
-        self._leave: list[Callable[[], None]] = []
+        self._step_patches = StepPatches()
         self._stop_waiting: Callable[[], object] = list  # nothing
-        self._undo: list[Callable[[], None]] = []
+        self.patches = PatchSet()
+        """Replacements and hooks until the swap is undone."""
 
     @property
     def active(self) -> bool:
@@ -305,7 +305,7 @@ class SwapHandle:
         """Begin a step; the state stays until the next one, or until ``deactivate``."""
         self.deactivate()
         self.state = state
-        self._leave = [enter() for enter in self._enter]
+        self._step_patches.begin()
 
     def deactivate(self) -> None:
         """End the step: the model is the plain model again."""
@@ -315,10 +315,9 @@ class SwapHandle:
         self.scopes.clear()
         self.collector.forget_calls()
         self.checks.clear()
-        while self._leave:
-            self._leave.pop()()
+        self._step_patches.end()
 
-    def leave(self) -> None:
+    def suspend(self) -> None:
         """Suspend a step that its loop did not use: models are plain until a call has the step's batch.
 
         The first call of any module with a tensor of the batch resumes the step.
@@ -335,18 +334,18 @@ class SwapHandle:
                 return
             handle = known()
             if handle is not None:
-                handle.take_up(args)
+                handle.resume(args)
 
         self._stop_waiting = register_module_forward_pre_hook(look).remove
-        self._leave.append(self._stop_waiting)
+        self._step_patches.on_end(self._stop_waiting)
 
-    def take_up(self, given: Any) -> None:
+    def resume(self, inputs: Any) -> None:
         """Resume a suspended step if the arguments of a call hold a tensor of its batch."""
-        if self.state is not None and self.state.waits and self.has_batch(given):
+        if self.state is not None and self.state.waits and self.has_batch(inputs):
             self.state.waits = False
             self._stop_waiting()
 
-    def note_call(self, module: nn.Module, given: Any) -> None:
+    def note_call(self, module: nn.Module, inputs: Any) -> None:
         """Record a call of a module that could attend.
 
         Raises:
@@ -354,7 +353,7 @@ class SwapHandle:
         """
         if self.state is None:
             return
-        self.take_up(given)
+        self.resume(inputs)
         if self.state.waits:
             raise ConfigError(_FOREIGN_CALL.format(type(module).__name__))
         self.state.model_called = True
@@ -396,7 +395,7 @@ class SwapHandle:
         """
         self.collector.end()
         self.collector = MaxLogitsCollector(modules, extra_pass=extra_pass)
-        self.collector.follow(lambda: self.active)
+        self.collector.start(lambda: self.active)
 
     def _plan(
         self,
@@ -474,7 +473,7 @@ class SwapHandle:
         if self.state.compared == len(needs):  # attention calls are made together
             return
         group = self.mesh.control_group(Flat.CP)
-        every = gather_lists_by_vote(needs, group, what="backward")
+        every = gather_by_vote(needs, group, what="backward")
         if any(other != every[0] for other in every):
             raise_gradient_mismatch(
                 dict(zip(dist.get_process_group_ranks(group), every, strict=True))
@@ -482,18 +481,23 @@ class SwapHandle:
 
     def on_activate(self, action: Callable[[], Callable[[], None]]) -> None:
         """Register an action for the begin of each step; it returns the action for the step's end."""
-        self._enter.append(action)
+        self._step_patches.add(action)
 
     def on_undo(self, action: Callable[[], None]) -> None:
         """Register the undo action of one replacement."""
-        self._undo.append(action)
+        self.patches.add(action)
+
+    def on_undo_or_deletion(self, action: Callable[..., object], *args: Any) -> None:
+        """Register an undo action that also happens when the handle is garbage collected."""
+        undo = weakref.finalize(self, action, *args)
+        undo.atexit = False
+        self.patches.add(undo)
 
     def undo(self) -> None:
         """Restore the model's own attention, in reverse order of the replacements."""
         self.deactivate()
         self.collector.end()
-        while self._undo:
-            self._undo.pop()()
+        self.patches.undo()
 
 
 _FOREIGN_CALL = (
@@ -536,10 +540,10 @@ def raise_gradient_mismatch(every: Mapping[int, Sequence[bool]]) -> NoReturn:
 
 def _plan_key(spec: AttentionSpec, *inputs: torch.Tensor) -> tuple[object, ...]:
     """Return a key for plans within one batch; slopes and sinks are compared by identity."""
-    values = (getattr(spec, item.name) for item in fields(spec))
+    values = [getattr(spec, item.name) for item in fields(spec)]
     return (
-        *(id(value) if isinstance(value, torch.Tensor) else value for value in values),
-        *((x.shape, x.dtype, x.device) for x in inputs),
+        *[id(value) if isinstance(value, torch.Tensor) else value for value in values],
+        *[(x.shape, x.dtype, x.device) for x in inputs],
     )
 
 
@@ -560,8 +564,6 @@ def install_replacements(
     One call installs all of a swap: a scan of the names of all modules, about 100,000, takes 10 to 50 ms.
     """
     with without_garbage_collection():
-        replaced = [one for kind in kinds for one in kind(handle)]
-        replace_everywhere({one.link.original: one.ours for one in replaced})
-    undo = weakref.finalize(handle, restore_everywhere, replaced)
-    undo.atexit = False
-    handle.on_undo(undo)
+        patches = PatchSet()
+        patches.put_functions([one for kind in kinds for one in kind(handle)])
+    handle.on_undo_or_deletion(patches.undo)

@@ -25,7 +25,8 @@ from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout.cost import HeadCounts
 from lightning_cp.models.guards.token_mixing import LOCAL
 from lightning_cp.models.handle import SwapHandle, SwapMethod
-from lightning_cp.utils.module_hooks import add_hook, replace_method
+from lightning_cp.utils.module_hooks import add_hook
+from lightning_cp.utils.patching import PatchSet
 from lightning_cp.utils.tracing import exclude_from_compile
 
 ATTENTION_METHOD = "scaled_dot_product_attention"
@@ -50,14 +51,14 @@ def make_call_check(model: Any, handle: SwapHandle) -> Callable[..., None]:
                 f"position_ids of the batch, {tuple(state.position_ids.shape)} on this rank, have several "
                 "positions for each token, and a LitGPT model has one. Give [rows, tokens], or none."
             )
-        given = signature.bind(*args, **kwargs).arguments
-        if given.get("input_pos") is not None:
+        call = signature.bind(*args, **kwargs).arguments
+        if call.get("input_pos") is not None:
             raise ConfigError(
                 "a LitGPT model was called with input_pos=, which is for its key/value cache: a cache is not "
                 "sharded. Leave it out (positions are those of the batch), and generate outside of steps."
             )
-        if given.get("idx") is not None:
-            _check_tokens(given["idx"], state)
+        if call.get("idx") is not None:
+            _check_tokens(call["idx"], state)
         check_rope_rows(model, state)
         _check_declared(state)
 
@@ -146,7 +147,7 @@ def swap_litgpt(model: Any, handle: SwapHandle) -> SwapMethod:
     return SwapMethod("LitGPT's method, and RoPE", "its own")
 
 
-def check_no_local_attention(models: Iterable[nn.Module], alone: Collection[nn.Module]) -> None:
+def check_no_local_attention(models: Iterable[nn.Module], local: Collection[nn.Module]) -> None:
     """Check that no attention of a LitGPT model is declared local.
 
     Raises:
@@ -154,7 +155,7 @@ def check_no_local_attention(models: Iterable[nn.Module], alone: Collection[nn.M
     """
     for model in models:
         for index, part in _attention_of(model):
-            if part in alone:
+            if part in local:
                 raise ConfigError(
                     f"attention of block {index} of {type(model).__name__}, a LitGPT model, is left alone "
                     f"({LOCAL} = True on it or around it), but the model's rotary rows are those of the "
@@ -200,18 +201,12 @@ def _check_supported(part: Any) -> None:
 
 def _patch_attention(attends: Mapping[Any, Callable[..., torch.Tensor]]) -> Callable[[], None]:
     """Replace the attention method and disable mask building; return the undo function."""
-    windowed = {part: getattr(part, WINDOW_FLAG) for part in attends if hasattr(part, WINDOW_FLAG)}
-    undo = [replace_method(part, ATTENTION_METHOD, ours) for part, ours in attends.items()]
-    for part in windowed:
-        setattr(part, WINDOW_FLAG, False)
-
-    def put_back() -> None:
-        for each in undo:
-            each()
-        for part, own in windowed.items():
-            setattr(part, WINDOW_FLAG, own)
-
-    return put_back
+    patches = PatchSet()
+    for part, ours in attends.items():
+        patches.put_method(part, ATTENTION_METHOD, ours)
+        if hasattr(part, WINDOW_FLAG):
+            patches.put_value(part, WINDOW_FLAG, False)
+    return patches.undo
 
 
 @exclude_from_compile
@@ -299,13 +294,13 @@ class _RopeRows:
             state = self._handle.state
             if state is None:
                 return None
-            given = signature.bind(*args, **kwargs).arguments
+            call = signature.bind(*args, **kwargs).arguments
             rows = self._of_step(state)
             which = getattr(self._model.config, "rope_indices", None)
             if which is not None:  # two tables side by side; a layer uses one of them
                 rows = tuple(x[..., which[index]] for x in rows)
-            given["cos"], given["sin"] = (x.to(given["cos"].dtype) for x in rows)
-            return (), given
+            call["cos"], call["sin"] = (x.to(call["cos"].dtype) for x in rows)
+            return (), call
 
         return give_rows
 

@@ -15,7 +15,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from lightning_cp.loss.terms import targets_of
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.utils.autograd_notes import Count, note_mean
-from lightning_cp.utils.patching import LINK, ChainedPatch, ReplacedFunction
+from lightning_cp.utils.patching import ChainedPatch, ReplacedFunction
 
 CountTargets = Callable[..., Count | None]
 """Returns the target count of a mean, ``SUM`` for a sum, ``None`` for losses that are not reduced."""
@@ -71,7 +71,6 @@ def _noting_replacement(
             state.losses.note(loss, None if count is SUM else count)
         return loss
 
-    setattr(noting, LINK, link)
     return ReplacedFunction(home, name, noting, link)
 
 

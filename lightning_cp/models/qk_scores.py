@@ -24,6 +24,7 @@ from lightning_cp.layout import SequenceLayout
 from lightning_cp.layout.exchange import Exchange
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.utils.module_hooks import add_hook
+from lightning_cp.utils.patching import PatchSet
 from lightning_cp.utils.tracing import exclude_from_compile
 
 
@@ -66,7 +67,7 @@ class MaxLogitsCollector:
         self._modules = dict(modules)
         self._extra_pass = extra_pass
         self._inside: list[nn.Module] = []
-        self._undo: list[Callable[[], None]] = []
+        self._hooks = PatchSet()
 
     @property
     def wants(self) -> bool:
@@ -107,7 +108,7 @@ class MaxLogitsCollector:
         if largest_H is not None:
             tell(MaxLogits(largest_H, inputs.q.shape[3], mesh.tp_rank, mesh.tp_size))
 
-    def follow(self, is_active: Callable[[], bool]) -> None:
+    def start(self, is_active: Callable[[], bool]) -> None:
         """Track calls of the modules until ``end``."""
 
         @exclude_from_compile
@@ -121,15 +122,14 @@ class MaxLogitsCollector:
                 self._inside.pop()
 
         for module in self._modules:
-            self._undo.append(add_hook(module.register_forward_pre_hook, enter))
-            self._undo.append(add_hook(module.register_forward_hook, leave, always_call=True))
+            self._hooks.add(add_hook(module.register_forward_pre_hook, enter))
+            self._hooks.add(add_hook(module.register_forward_hook, leave, always_call=True))
 
     def end(self) -> None:
         """Stop collecting and remove the hooks."""
         self._modules.clear()
         self._inside.clear()
-        while self._undo:
-            self._undo.pop()()
+        self._hooks.undo()
 
 
 def make_plan_with_scores(make: Callable[[bool], AttentionPlan]) -> AttentionPlan:

@@ -21,9 +21,8 @@ from lightning_cp.models.handle import SwapHandle
 from lightning_cp.utils.patching import (
     LINK,
     ChainedPatch,
+    PatchSet,
     ReplacedFunction,
-    replace_everywhere,
-    restore_everywhere,
     without_garbage_collection,
 )
 from lightning_cp.utils.tracing import exclude_from_compile
@@ -58,14 +57,13 @@ def sdpa_replacements(handle: SwapHandle) -> list[ReplacedFunction]:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return _match_sdpa_strides(handle.attention(q, k, v, spec), query)
 
-    setattr(scaled_dot_product_attention, LINK, link)
     handle.on_activate(_disable_mha_fast_path)
     return [ReplacedFunction(F, SDPA, scaled_dot_product_attention, link)]
 
 
 @without_garbage_collection()
-def observe_sdpa(tell: Callable[..., None]) -> Callable[[], None]:
-    """Report calls to ``tell(query, key, attn_mask, is_causal, out)``; return the function that ends that.
+def observe_sdpa(listener: Callable[..., None]) -> Callable[[], None]:
+    """Report calls to ``listener(query, key, attn_mask, is_causal, out)``; return its undo function.
 
     Compiled code is not observed: Python does not make its calls.
     """
@@ -83,13 +81,12 @@ def observe_sdpa(tell: Callable[..., None]) -> Callable[[], None]:
     ) -> torch.Tensor:
         out = link.original(query, key, value, attn_mask, dropout_p, is_causal, **extra)
         if not torch.compiler.is_compiling():
-            tell(query, key, attn_mask, is_causal, out)
+            listener(query, key, attn_mask, is_causal, out)
         return out
 
-    setattr(scaled_dot_product_attention, LINK, link)
-    replace_everywhere({original: scaled_dot_product_attention})
-    replaced = ReplacedFunction(F, SDPA, scaled_dot_product_attention, link)
-    return lambda: restore_everywhere([replaced])
+    patches = PatchSet()
+    patches.put_functions([ReplacedFunction(F, SDPA, scaled_dot_product_attention, link)])
+    return patches.undo
 
 
 def _check(

@@ -71,25 +71,25 @@ def swap_attention(
     if listed is not None:
         check_roots(listed, found, litgpts)
     chosen, others = _selected_hf_models(found, listed), unswapped_hf_models(model, listed)
-    alone = local_modules(model, listed, others)
+    local = local_modules(model, listed, others)
     check_no_mixing(model, others)
-    litgpts = [root for root in litgpts if root not in alone]
-    check_sdpa_references(model, alone)
-    check_no_local_attention(litgpts, alone)
+    litgpts = [root for root in litgpts if root not in local]
+    check_sdpa_references(model, local)
+    check_no_local_attention(litgpts, local)
     handle = SwapHandle(mesh, kernel, exchange)
-    handle.provides_position_ids, handle.local_modules = bool(found or litgpts), alone
+    handle.provides_position_ids, handle.local_modules = bool(found or litgpts), local
     try:
         swaps = {root: swap_hf(root, handle) for root in chosen}
         swaps.update({root: swap_litgpt(root, handle) for root in litgpts})
         install_replacements(handle, sdpa_replacements, loss_replacements, unsupported_replacements)
-        track_calls(model, handle, listed, alone)
-        watch_attention(model, handle, alone)
-        watch_calls(model, handle, alone | _modules_to_skip(model, swaps))
+        track_calls(model, handle, listed, local)
+        watch_attention(model, handle, local)
+        watch_calls(model, handle, local | _modules_to_skip(model, swaps))
         watch_pooling(model, handle, others)
     except BaseException:
         handle.undo()
         raise
-    _fill_report(handle.report, model, swaps, alone)
+    _fill_report(handle.report, model, swaps, local)
     where = "every call" if listed is None else "calls in listed modules"
     handle.report.append(SwapReportRow("torch.nn.functional", None, SDPA, where, "torch's"))
     return handle
@@ -109,15 +109,15 @@ def _fill_report(
     report: SwapReport,
     model: nn.Module,
     swaps: Mapping[nn.Module, SwapMethod],
-    alone: set[nn.Module],
+    local: set[nn.Module],
 ) -> None:
     """Add report rows for all attention in the model, swapped or not."""
     inside = {part for root in swaps for part in root.modules()}
     plain = [part for part in attention_modules(model) if part not in inside]
     for root, swap in swaps.items():
         report.add(model, list(attention_modules(root)) or [root], *swap)
-    report.add(model, [part for part in plain if part not in alone], "calls of torch's", "torch's")
-    report.add(model, [part for part in plain if part in alone], "left alone", "its own")
+    report.add(model, [part for part in plain if part not in local], "calls of torch's", "torch's")
+    report.add(model, [part for part in plain if part in local], "left alone", "its own")
 
 
 def hf_models(model: nn.Module) -> list[Any]:

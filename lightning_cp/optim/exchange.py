@@ -1,6 +1,6 @@
-"""Gather each matrix to its owner, orthogonalise it there, and give everybody what they hold of the result.
+"""Gather each matrix to its owner, orthogonalise it there, and send every rank its part of the result.
 
-Of c copies, each cut into n parts, in one round:
+For c copies, each cut into n parts, in one round:
 
 ========  ==============================================  ===========================================
 stage     tensors                                         collective
@@ -11,8 +11,8 @@ scatter   result [m, n] -> parts [numel of part]          all-to-all among the n
 copy      parts of one copy's results -> all copies       broadcast among the c ranks of a part, c times
 ========  ==============================================  ===========================================
 
-While round k is computed, the matrices of round k + 1 are on their way, the results of round k - 1 to the
-parts of their copy, and those of round k - 2 (without parts k - 1) to the other copies.
+While round k is computed, three messages are in transit: the matrices of round k + 1, the results of round
+k - 1 to the parts of their copy, and those of round k - 2 (without parts k - 1) to the other copies.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class MatrixExchange:
     """One step of all rounds.
 
     Args:
-        dtype: in which matrices are computed, and results sent.
-        update_of: of a matrix's parameter, what this rank holds: [local rows, local columns].
-        compute: of a matrix [m, n] in ``dtype``, whose memory it may use.
-        take: given a matrix, this rank's part, and what that is of the result: [numel of part].
+        dtype: of computation, and of sent results.
+        update_of: gives this rank's entries of a matrix's update: [local rows, local columns].
+        compute: of a matrix [m, n] in ``dtype``, which it may overwrite.
+        take: receives a matrix, this rank's part number, and its entries of the result: [numel of part].
     """
 
     def __init__(
@@ -47,47 +47,47 @@ class MatrixExchange:
         self._update_of, self._compute, self._take = update_of, compute, take
 
     def run(self, rounds: Sequence[Round]) -> None:
-        """All ranks call it with the same rounds."""
+        """Run all rounds; collective, with the same rounds on all ranks."""
         arriving = self._gather(rounds[0]) if rounds else None
-        given: list[_Results] = []  # on their way to the parts of a copy
+        given: list[_Results] = []  # in transit to the parts of a copy
         copied: list[_Results] = []  # to be sent to the other copies
         for at, each in enumerate(rounds):
             matrices = self._assemble(each, arriving)
             arriving = self._gather(rounds[at + 1]) if at + 1 < len(rounds) else None
             for one in copied:
                 one.post()
-            results = {x: self._compute(x, matrices.pop(x)) for x in each.mine}
+            results = {x: self._compute(x, matrices.pop(x)) for x in each.owned_here}
             posted = self._scatter(each, results)
             for one in copied:
                 one.finish()
-            copied = [one for one in given if one.arrived()]
+            copied = [one for one in given if one.receive()]
             one = _Results(each, self._own_parts(each, results), posted, self._dtype, self._take)
             alone = each.grid.parts_group is None  # the same on all ranks: they keep one order
             given, copied = ([], [*copied, one]) if alone else ([one], copied)
-        copied += [one for one in given if one.arrived()]
+        copied += [one for one in given if one.receive()]
         for one in copied:
             one.post()
             one.finish()
 
     def _gather(self, each: Round) -> PendingMessage | None:
-        """Send this rank's parts to those who own the matrices."""
+        """Send this rank's parts to the owners of the matrices."""
         grid = each.grid
         if grid.parts_group is None or not each.of_copy(grid.copy):
             return None
         to = [each.of(grid.copy, part) if part != grid.part else () for part in grid.part_at]
         sent = [sum(x.parts[grid.part].numel for x in some) for some in to]
         some = [x for of_owner in to for x in of_owner]
-        message = _message(sum(sent), each.wire, each)
+        message = _message(sum(sent), each.message_dtype, each)
         for x, entries in _split(message, some, [grid.part] * len(some)):
             x.parts[grid.part].pack(self._update_of(x), entries, whole=False)
-        comes = [self._of_part(each.mine, part, grid.part) for part in grid.part_at]
+        comes = [self._of_part(each.owned_here, part, grid.part) for part in grid.part_at]
         return post_all_to_all(message, sent, comes, grid.parts_group)
 
     def _assemble(self, each: Round, arriving: PendingMessage | None) -> dict[Matrix, torch.Tensor]:
-        """The matrices that this rank owns, whole."""
+        """The whole matrices that this rank owns."""
         grid = each.grid
         found: dict[Matrix, torch.Tensor] = {}
-        for x in each.mine:
+        for x in each.owned_here:
             found[x] = torch.empty(x.piece.shape, dtype=self._dtype, device=each.device)
             own, update = x.parts[grid.part], self._update_of(x)
             for block, into in zip(
@@ -97,21 +97,21 @@ class MatrixExchange:
         if arriving is not None:
             message = arriving.wait()
             parts = [part for part in grid.part_at if part != grid.part]
-            some = [x for _ in parts for x in each.mine]
-            places = [part for part in parts for _ in each.mine]
+            some = [x for _ in parts for x in each.owned_here]
+            places = [part for part in parts for _ in each.owned_here]
             for (x, entries), part in zip(_split(message, some, places), places, strict=True):
                 x.parts[part].unpack(entries, found[x], whole=True)
         return found
 
     def _scatter(self, each: Round, results: dict[Matrix, torch.Tensor]) -> PendingMessage | None:
-        """Send every rank of the copy its parts of what this one has computed."""
+        """Send every rank of the copy its parts of the results of this rank."""
         grid = each.grid
         if grid.parts_group is None or not each.of_copy(grid.copy):
             return None
-        sent = [self._of_part(each.mine, part, grid.part) for part in grid.part_at]
+        sent = [self._of_part(each.owned_here, part, grid.part) for part in grid.part_at]
         parts = [part for part in grid.part_at if part != grid.part]
-        some = [x for _ in parts for x in each.mine]
-        places = [part for part in parts for _ in each.mine]
+        some = [x for _ in parts for x in each.owned_here]
+        places = [part for part in parts for _ in each.owned_here]
         message = _message(sum(sent), self._dtype, each)
         for (x, entries), part in zip(_split(message, some, places), places, strict=True):
             x.parts[part].pack(results[x], entries, whole=True)
@@ -124,29 +124,30 @@ class MatrixExchange:
     def _own_parts(
         self, each: Round, results: dict[Matrix, torch.Tensor]
     ) -> dict[Matrix, torch.Tensor]:
-        """This rank's parts of its own results; the results themselves are not needed any more."""
+        """This rank's parts of its own results; the results themselves can be freed afterwards."""
         part = each.grid.part
         found: dict[Matrix, torch.Tensor] = {}
-        for x in each.mine:
+        for x in each.owned_here:
             found[x] = _message(x.parts[part].numel, self._dtype, each)
             x.parts[part].pack(results.pop(x), found[x], whole=True)
         return found
 
     @staticmethod
     def _of_part(matrices: Sequence[Matrix], part: int, own: int) -> int:
-        """Entries that another rank holds of some matrices; none of one's own are sent."""
+        """The number of entries that another rank holds of some matrices; a rank sends none to itself."""
         return 0 if part == own else sum(x.parts[part].numel for x in matrices)
 
 
 class _Results:
-    """What this rank holds of a round's results, and how the other copies come to theirs.
+    """This rank's results of a round, and their broadcast to the other copies.
 
     Args:
         each: the round.
         held: this rank's parts of its own results.
-        posted: its parts of the others' of this copy, on their way; ``None``: there are no others.
-        dtype: as of ``MatrixExchange``.
-        take: likewise.
+        posted: the message with its parts of the other ranks' results; ``None`` without other ranks in
+            this copy.
+        dtype: as in ``MatrixExchange``.
+        take: as in ``MatrixExchange``.
     """
 
     def __init__(
@@ -162,8 +163,8 @@ class _Results:
         self._copies = [copy for copy in range(each.grid.copies) if each.of_copy(copy)]
         self._sent: list[tuple[int, PendingMessage]] = []
 
-    def arrived(self) -> bool:
-        """Take in the parts of this copy; whether there are other copies."""
+    def receive(self) -> bool:
+        """Receive the parts of this copy; return True if there are other copies."""
         each, grid = self._round, self._round.grid
         if self._posted is not None:
             others = [p for p in grid.part_at if p != grid.part]
@@ -175,12 +176,12 @@ class _Results:
         return grid.copies_group is not None
 
     def post(self) -> None:
-        """Send what two copies have; more would take the memory of as many rounds."""
+        """Start at most two broadcasts to copies; more would need the memory of as many rounds."""
         for _ in range(2):
             self._post_next()
 
     def finish(self) -> None:
-        """Take in the results of all copies."""
+        """Receive the results of all copies."""
         grid = self._round.grid
         if grid.copies_group is None and self._held:
             self._take_all(self._held.items())
@@ -216,7 +217,7 @@ def _message(size: int, dtype: torch.dtype, each: Round) -> torch.Tensor:
 def _split(
     message: torch.Tensor, matrices: Sequence[Matrix], parts: Sequence[int]
 ) -> Iterator[tuple[Matrix, torch.Tensor]]:
-    """Matrices with what a message has of a part of each, in order."""
+    """Each matrix with its entries in a message, in order."""
     sizes = [x.parts[part].numel for x, part in zip(matrices, parts, strict=True)]
     for x, size, end in zip(matrices, sizes, accumulate(sizes), strict=True):
         yield x, message[end - size : end]

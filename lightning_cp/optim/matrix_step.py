@@ -1,4 +1,4 @@
-"""One step of all matrices: momentum where they are, Newton-Schulz at their owners."""
+"""One step of all matrices: local momentum, and Newton-Schulz at their owners."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from lightning_cp.optim.work_list import Matrix, Piece, Round, plan_rounds
 from lightning_cp.utils.dtensor import local_part
 
 MOMENTUM = "momentum_buffer"
-"""Of a parameter's state, as torch.optim.Muon names it."""
+"""Key in a parameter's state, as in torch.optim.Muon."""
 
 
 class ActiveParameter:
-    """A parameter with a gradient, and what this rank holds of both."""
+    """A parameter with a gradient, and this rank's part of both."""
 
     def __init__(self, name: str, parameter: torch.Tensor) -> None:
         self.name, self.parameter = name, parameter
         self.is_whole = not isinstance(parameter, DTensor)
-        self.held = local_part(parameter)
+        self.local = local_part(parameter)
         assert parameter.grad is not None
         self.gradient = local_part(parameter.grad)
 
     @property
     def problem(self) -> str | None:
-        """Why its gradient is none that can be used."""
+        """The reason why its gradient cannot be used; ``None`` if it can."""
         gradient = self.parameter.grad
         assert gradient is not None
         if gradient.is_sparse or gradient.is_complex():
@@ -41,8 +41,8 @@ class ActiveParameter:
             return f"{self.name} is {kinds}: nobody knows which part of it the gradient is of"
         return None
 
-    def place(self) -> None:
-        """Have the gradient lie as its parameter does; all ranks come here, where it does not."""
+    def redistribute_gradient(self) -> None:
+        """Redistribute the gradient to the parameter's placements, if they differ; collective then."""
         gradient = self.parameter.grad
         if isinstance(gradient, DTensor) and isinstance(self.parameter, DTensor):
             placed = gradient.redistribute(placements=self.parameter.placements)
@@ -50,12 +50,12 @@ class ActiveParameter:
 
 
 class MatrixStep:
-    """Of an optimizer's matrices; what is planned is kept as long as they stay what they are.
+    """The step of an optimizer's matrices; plans are reused as long as the matrices stay the same.
 
     Args:
         pieces: sizes of the projections in each fused parameter, by name.
         dtype: in which matrices are orthogonalised.
-        chunk_bytes: of whole matrices that a rank holds at a time.
+        chunk_bytes: limit of whole matrices that a rank holds at a time.
     """
 
     def __init__(
@@ -63,15 +63,16 @@ class MatrixStep:
     ) -> None:
         self._grids = Grids()
         self.rounds: list[Round] = []
-        """What is exchanged in the step that was made last."""
+        """The rounds of the last step."""
         self._pieces, self._dtype, self._chunk_bytes = pieces, dtype, chunk_bytes
         self._planned: object = None
 
-    def meet(self, matrices: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Find the ranks that hold each matrix, with a gradient or without: groups are made by all of them.
+    def build_grids(self, matrices: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Find the ranks that hold each matrix, with a gradient or without. Collective: it creates process
+        groups.
 
         Raises:
-            ConfigError: see ``Grids.of``; or it is no matrix any more.
+            ConfigError: see ``Grids.of``; or a parameter no longer has two dimensions.
         """
         for name, parameter in matrices:
             if parameter.dim() != 2:
@@ -88,12 +89,12 @@ class MatrixStep:
         some: Sequence[ActiveParameter],
         states: Mapping[torch.Tensor, MutableMapping[str, Any]],
     ) -> None:
-        """Step matrices that have gradients; all ranks call it together.
+        """Step the matrices that have gradients. Collective.
 
         Args:
             group: settings, named as those of torch.optim.Muon.
-            some: the matrices.
-            states: of their parameters.
+            some: the matrices with gradients.
+            states: the optimizer state of each parameter.
         """
         held = {one.name: one for one in some}
         buffers = {one.name: local_part(states[one.parameter][MOMENTUM]) for one in some}
@@ -108,12 +109,12 @@ class MatrixStep:
 
         def compute(_: Matrix, whole: torch.Tensor) -> torch.Tensor:
             how = group["ns_steps"], group["ns_coefficients"], group["eps"]
-            with torch.autocast(whole.device.type, enabled=False):  # it has a dtype of its own
+            with torch.autocast(whole.device.type, enabled=False):  # matrices have their own dtype
                 return orthogonalise(whole, *how)
 
         def take(x: Matrix, part: int, result: torch.Tensor) -> None:
             rate = group["lr"] * learning_rate_scale(*x.piece.shape, group["adjust_lr_fn"])
-            for block, entries in x.parts[part].beside(held[x.piece.name].held, result):
+            for block, entries in x.parts[part].paired_blocks(held[x.piece.name].local, result):
                 block.mul_(kept).add_(entries.to(block.device), alpha=-rate)
 
         exchange = MatrixExchange(self._dtype, update_of, compute, take)

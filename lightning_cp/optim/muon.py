@@ -1,4 +1,4 @@
-"""Muon as an ordinary optimizer, on parameters that are whole or sharded in any of the known ways."""
+"""Muon as an ordinary optimizer, for whole parameters and for any known sharding."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from typing_extensions import override
 
-from lightning_cp.comm.consensus import World, stable_hash, sum_over_world
+from lightning_cp.comm.consensus import all_equal, gather_objects
 from lightning_cp.errors import CheckpointError, ConfigError, LightningCPError, NonFiniteError
 from lightning_cp.optim.matrix_step import MOMENTUM, ActiveParameter, MatrixStep
 from lightning_cp.optim.parameters import EMBEDDINGS, Named, OptimizerInput, Rules, table_of
@@ -21,11 +22,11 @@ from lightning_cp.optim.settings import MuonSettings
 from lightning_cp.optim.work_list import Round, message_device
 from lightning_cp.utils.dtensor import local_part
 
-# Before anything is changed: gradients are finite, and all ranks have them of the same parameters.
+# Checks before anything is changed: gradients are finite, and all ranks have them for the same parameters.
 
 
 SHOWN = 4
-"""Names in a message."""
+"""The number of names in a message."""
 
 
 def check_same_gradients(
@@ -37,34 +38,32 @@ def check_same_gradients(
     device_type: str,
     check_finite: bool,
 ) -> None:
-    """Refuse a step that would spoil parameters, or in which ranks would wait for each other for ever.
+    """Check that a step is safe: no parameter would become NaN, and no rank would wait for another forever.
 
     Args:
-        gradients: what this rank holds of each, by parameter.
-        whole: parameters whose values are the same on all ranks, if that is to be seen too.
-        problems: what this rank cannot use.
-        shared: other ranks take part; all of the world come here.
-        device_type: where messages travel from.
-        check_finite: whether values are looked at.
+        gradients: this rank's part of each gradient, by parameter name.
+        whole: parameters whose values must be the same on all ranks.
+        problems: reasons why this rank cannot use a gradient.
+        shared: other ranks take part, so the check is collective over the world.
+        device_type: the device type of messages.
+        check_finite: if False, values are not read.
 
     Raises:
         NonFiniteError: on every rank, naming the parameters whose gradients are not finite.
-        ConfigError: on every rank, naming the parameters that only some have gradients of; or ranks that hold
-            whole parameters hold other values.
+        ConfigError: on every rank, naming the parameters for which only some ranks have gradients; or
+            ranks that hold whole parameters hold different values.
     """
     bad = _not_finite(gradients) if check_finite and not problems else []
     if not shared:
-        _refuse({0: list(problems)}, {0: bad})
+        _raise_problems({0: list(problems)}, {0: bad})
         return
-    world = World()
-    # Adds up to 0 over ranks with the same names, and hardly ever over others.
-    values = [float(x.sum(dtype=torch.float64)) for x in whole]
-    ballot = (stable_hash((tuple(gradients), values)) >> 24) * (1 if world.rank else 1 - world.size)
-    failed, ballots = sum_over_world([int(bool(bad or problems)), ballot], device_type)
-    if not failed and not ballots:
+    world = dist.group.WORLD
+    assert world is not None
+    fact = tuple(gradients), [float(x.sum(dtype=torch.float64)) for x in whole]
+    if all_equal(fact, world, dissents=bool(bad or problems), device_type=device_type):
         return
-    every = dict(enumerate(world.gather((list(problems), bad, sorted(gradients)))))
-    _refuse(*({rank: of[at] for rank, of in every.items()} for at in (0, 1)))
+    every = dict(enumerate(gather_objects((list(problems), bad, sorted(gradients)), world)))
+    _raise_problems(*({rank: of[at] for rank, of in every.items()} for at in (0, 1)))
     named = {rank: names for rank, (_, _, names) in every.items()}
     everywhere = set(named[0]).intersection(*named.values())
     if all(set(names) == everywhere for names in named.values()):
@@ -83,7 +82,7 @@ def _not_finite(gradients: Mapping[str, torch.Tensor]) -> list[str]:
     some = {name: x for name, x in gradients.items() if x.numel()}
     if not some:
         return []
-    # The largest of each: NaN and inf stay what they are, and nothing is squared.
+    # The largest of each: NaN and inf propagate, and nothing is squared.
     largest = torch._foreach_norm(list(some.values()), float("inf"))
     finite = torch.stack([x.to(torch.float64).isfinite() for x in largest])
     if bool(finite.all()):
@@ -91,8 +90,8 @@ def _not_finite(gradients: Mapping[str, torch.Tensor]) -> list[str]:
     return [name for name, good in zip(some, finite.tolist(), strict=True) if not good]
 
 
-def _refuse(problems: Mapping[int, list[str]], bad: Mapping[int, list[str]]) -> None:
-    """Of each rank: what it cannot use, and parameters whose gradients are not finite."""
+def _raise_problems(problems: Mapping[int, list[str]], bad: Mapping[int, list[str]]) -> None:
+    """Raise the problems and the non-finite gradients of each rank."""
     if any(problems.values()):
         raise ConfigError(
             f"gradients that cannot be used: {_listed(problems)}. Nothing was changed."
@@ -121,36 +120,38 @@ class Muon(Optimizer):
     every rank gets what it holds of the result: the numbers are those of one process.
 
     Args:
-        named_parameters: a model, whose modules tell embeddings and ties, or
-            ``model.named_parameters()``, of which names alone do. A parameter that is no DTensor is the same
+        named_parameters: a model, whose modules show embeddings and ties, or
+            ``model.named_parameters()``, where only names do. A parameter that is not a DTensor is the same
             on all ranks (as with ``ddp``).
-        lr: of matrices, before their scale.
+        lr: learning rate of matrices, before their scale.
         weight_decay: of matrices, decoupled.
         momentum: of matrices.
-        nesterov: whether the gradient is looked at once more.
-        ns_steps: of Newton-Schulz.
-        ns_coefficients: of its quintic.
-        eps: the least norm that it divides by.
-        ns_dtype: in which it computes, and in which results travel: ``bfloat16``, ``float32``, ``float64``.
+        nesterov: add the gradient to the momentum once more.
+        ns_steps: number of Newton-Schulz steps.
+        ns_coefficients: of the quintic of Newton-Schulz.
+        eps: lower bound of the norm that a matrix is divided by.
+        ns_dtype: of Newton-Schulz and of the results that are sent: ``bfloat16``, ``float32``,
+            ``float64``.
         adjust_lr_fn: the scale of a matrix: ``match_rms_adamw`` (Moonlight), ``original`` (Keller Jordan).
-        adamw_lr: of all other parameters; ``None``: ``lr``.
-        adamw_weight_decay: likewise.
+        adamw_lr: learning rate of all other parameters; ``None``: ``lr``.
+        adamw_weight_decay: of all other parameters; ``None``: ``weight_decay``.
         betas: of AdamW.
         adamw_eps: of AdamW.
-        matrices: patterns of names (``fnmatch``) of the parameters that Muon steps, and no others; ``None``:
-            all with two dimensions that are neither embeddings nor heads.
-        adamw: patterns of those that AdamW steps whatever they are.
-        embeddings: patterns that tell embeddings and heads.
-        fused: pattern -> sizes of the projections in one parameter, each of which is a matrix by itself:
-            ``{"*.qkv_proj.weight": (4096, 1024, 1024)}``, rows, or columns where these add up to them.
+        matrices: patterns of names (``fnmatch``) of the only parameters that Muon steps; ``None``: all
+            with two dimensions that are neither embeddings nor heads.
+        adamw: patterns of parameters that AdamW always steps.
+        embeddings: patterns of names of embeddings and heads.
+        fused: pattern -> sizes of the projections in one parameter, each a matrix by itself:
+            ``{"*.qkv_proj.weight": (4096, 1024, 1024)}``, rows, or columns if the sizes add up to their
+            number.
         impl: ``owner``, or ``reference``: PyTorch's own Muon, on every rank at once.
-        chunk_mib: MiB of whole matrices that a rank holds at a time, or one matrix.
-        check_finite: gradients that are NaN or infinite are an error before anything is changed.
-        qk_clip: scales query and key projections down after each step where attention's scores have grown
-            too large; the strategies of this package tell it the scores.
+        chunk_mib: limit in MiB of whole matrices that a rank holds at a time; at least one matrix.
+        check_finite: raise before anything is changed if a gradient is NaN or infinite.
+        qk_clip: scales query and key projections down after each step in which attention scores were too
+            large; the strategies of this package pass it the scores.
 
     Raises:
-        ConfigError: a setting that is out of range, or parameters that are not what they are said to be.
+        ConfigError: a setting that is out of range, or parameters that do not fit the settings.
     """
 
     def __init__(
@@ -190,23 +191,23 @@ class Muon(Optimizer):
             [(one.name, by_name[one.name]) for one in self.assigned if one.is_matrix == wanted]
             for wanted in (True, False)
         )
-        groups = [{"params": matrices_, **settings.of_matrices}]
+        groups = [{"params": matrices_, **settings.matrix_group}]
         if others:
-            groups.append({"params": others, **settings.of_others})
+            groups.append({"params": others, **settings.adamw_group})
         super().__init__(groups, {})
         if settings.impl == "reference" and any(one.pieces for one in self.assigned):
             raise ConfigError("fused= is not known to impl='reference'. Use impl='owner'.")
-        self._matrix_step = self._planned_anew()
+        self._matrix_step = self._new_plan()
         self.qk_clip = qk_clip
         if qk_clip is not None:
             _check_qk_clip(qk_clip)
             qk_clip.bind(given.named)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only those that the rules make.
+        """Add one of the groups that the rules make.
 
         Raises:
-            ConfigError: it is another one.
+            ConfigError: any other group.
         """
         if "kind" not in param_group:
             raise ConfigError(
@@ -216,7 +217,7 @@ class Muon(Optimizer):
         super().add_param_group(param_group)
 
     def named(self) -> Iterator[Named]:
-        """The names and parameters that are stepped now."""
+        """Names and parameters of the optimizer now."""
         for group in self.param_groups:
             yield from self._named_of(group)
 
@@ -224,28 +225,28 @@ class Muon(Optimizer):
         return zip(group["param_names"], group["params"], strict=True)
 
     def table(self) -> str:
-        """What steps which parameters, and why."""
+        """A table of the optimizer and the reason for each kind of parameters."""
         return table_of(self.assigned)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of every parameter that has a gradient; all ranks call it together.
+        """Step every parameter that has a gradient. Collective.
 
         Raises:
             NonFiniteError: a gradient is NaN or infinite, on any rank; nothing was changed.
-            ConfigError: ranks have gradients of other parameters, or other values of those that they hold
-                whole; a gradient is of another kind; or a layer has told QK-clip no scores.
+            ConfigError: ranks have gradients for different parameters, or different values of whole
+                parameters; a gradient has another layout or type; or QK-clip has no scores of a layer.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         check_placements(self.named())
-        self._matrix_step.meet(self._named_of(self.param_groups[0]))
+        self._matrix_step.build_grids(self._named_of(self.param_groups[0]))
         active = {name: ActiveParameter(name, p) for name, p in self.named() if p.grad is not None}
-        self._require_agreed(active, shared=any(is_shared(p) for _, p in self.named()))
+        self._check_gradients(active, shared=any(is_shared(p) for _, p in self.named()))
         for one in active.values():
-            one.place()
+            one.redistribute_gradient()
         if self.qk_clip is not None:
             self.qk_clip.check_ready()
         for group in self.param_groups:
@@ -256,11 +257,11 @@ class Muon(Optimizer):
             self.qk_clip.apply()
         return loss
 
-    def _require_agreed(self, active: dict[str, ActiveParameter], *, shared: bool) -> None:
+    def _check_gradients(self, active: dict[str, ActiveParameter], *, shared: bool) -> None:
         try:
             check_same_gradients(
                 {name: one.gradient for name, one in active.items()},
-                [] if self.state else [one.held for one in active.values() if one.is_whole],
+                [] if self.state else [one.local for one in active.values() if one.is_whole],
                 [one.problem for one in active.values() if one.problem is not None],
                 shared=shared,
                 device_type=message_device(self.param_groups[0]["params"][0]).type,
@@ -268,15 +269,15 @@ class Muon(Optimizer):
             )
         except LightningCPError:
             if self.qk_clip is not None:
-                self.qk_clip.forget()  # the step is not made
+                self.qk_clip.forget()  # the step is skipped
             raise
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state; parameters keep the names that they were given here.
+        """Load a state; parameters keep their present names.
 
         Raises:
-            CheckpointError: it is of another kind of optimizer.
+            CheckpointError: the state is of another kind of optimizer.
         """
         kinds, own = (
             [g.get("kind") for g in x] for x in (state_dict["param_groups"], self.param_groups)
@@ -292,22 +293,22 @@ class Muon(Optimizer):
             group["param_names"] = of_group
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: what is planned is planned again."""
+        """The state of a copy, which plans its steps again."""
         kept = {name: vars(self)[name] for name in ("_settings", "assigned", "qk_clip")}
         return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, or of a state that is loaded."""
+        """Restore a copy, or a state that is loaded."""
         super().__setstate__(state)
         if "_matrix_step" not in vars(self):
-            self._matrix_step = self._planned_anew()
+            self._matrix_step = self._new_plan()
 
-    def _planned_anew(self) -> MatrixStep:
+    def _new_plan(self) -> MatrixStep:
         pieces = {one.name: one.pieces for one in self.assigned if one.pieces}
         return MatrixStep(pieces, self._settings.dtype, self._settings.chunk_bytes)
 
     def rounds(self) -> list[Round]:
-        """What was exchanged in the last step; see ``flops_of_ranks`` and ``sent_bytes_of_ranks``."""
+        """The rounds of the last step; see ``flops_of_ranks`` and ``sent_bytes_of_ranks``."""
         return self._matrix_step.rounds
 
     def _step_matrices(self, group: dict[str, Any], some: list[ActiveParameter]) -> None:
@@ -320,7 +321,7 @@ class Muon(Optimizer):
             self._matrix_step.run(group, some, self.state)
 
     def _step_by_torch(self, group: dict[str, Any]) -> None:
-        """By PyTorch's optimizer, with the same settings and state."""
+        """Step with PyTorch's optimizer, with the same settings and state."""
         theirs = torch.optim.Muon(group["params"])
         theirs.param_groups, theirs.state = [group], self.state
         momenta = self._momenta_after(group)
@@ -329,7 +330,9 @@ class Muon(Optimizer):
             buffer.copy_(right)
 
     def _momenta_after(self, group: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Buffers that PyTorch orthogonalises in place (as of 2.13), and what they are to hold afterwards."""
+        """Buffers that PyTorch (as of 2.13) orthogonalises in place, and their correct values after
+        the step.
+        """
         if group["nesterov"]:
             return []
         stepped = [p for p in group["params"] if p.grad is not None and p.dtype == torch.bfloat16]
@@ -352,7 +355,7 @@ class Muon(Optimizer):
         )
         beta1, beta2 = group["betas"]
         adamw(
-            [one.held for one in some],
+            [one.local for one in some],
             [one.gradient for one in some],
             *(means, squares, [], [state["step"] for state in states]),
             **{"amsgrad": False, "beta1": beta1, "beta2": beta2, "lr": group["lr"]},

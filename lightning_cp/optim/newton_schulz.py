@@ -1,4 +1,4 @@
-"""Orthogonalising a matrix by Newton-Schulz' quintic iteration, what it costs, and how far a step goes."""
+"""Orthogonalisation of a matrix by Newton-Schulz' quintic iteration, its cost, and the scale of a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import math
 import torch
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of Keller Jordan's Muon (kellerjordan.github.io/posts/muon): steep at 0, and within 0.7 and 1.2 near 1."""
+"""Coefficients of Keller Jordan's Muon (kellerjordan.github.io/posts/muon): steep at 0, and within 0.7 and
+1.2 near 1.
+"""
 EPS = 1e-7
 STEPS = 5
 
@@ -23,10 +25,10 @@ def orthogonalise(
     With X divided by its Frobenius norm, each step is ``X <- a X + (b A + c A^2) X``, ``A = X X'``.
 
     Args:
-        x: [m, n]; its memory is used.
-        steps: how many.
+        x: [m, n]; overwritten.
+        steps: number of steps.
         coefficients: a, b, c.
-        eps: the least norm that is divided by.
+        eps: lower bound of the norm that ``x`` is divided by.
     """
     a, b, c = coefficients
     tall = x.shape[0] > x.shape[1]
@@ -46,11 +48,11 @@ def newton_schulz_flops(rows: int, columns: int, steps: int = STEPS) -> int:
 
 
 def learning_rate_scale(rows: int, columns: int, adjust: str) -> float:
-    """What the learning rate is multiplied by for a matrix.
+    """The factor of a matrix's learning rate.
 
     Args:
-        rows: of the matrix as it is stored: its outputs, but for a transposed one.
-        columns: likewise.
+        rows: of the matrix as stored: its outputs, unless it is transposed.
+        columns: of the matrix as stored.
         adjust: ``original`` (Keller Jordan): ``sqrt(max(1, rows / columns))``; ``match_rms_adamw``
             (Moonlight, arXiv 2502.16982): ``0.2 sqrt(max(rows, columns))``, with which entries move about as
             far as with AdamW, so that both may have one rate.

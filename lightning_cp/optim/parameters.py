@@ -1,4 +1,4 @@
-"""Which parameters are matrices for Muon, which are left to AdamW, and why."""
+"""Assignment of parameters to Muon (matrices) or AdamW, with reasons."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from lightning_cp.utils.console import (
     without_layer_numbers,
 )
 
-# What an optimizer was given: names and parameters, or a model, of which more is known.
+# Input of an optimizer: names and parameters, or a model, which gives more information.
 
 
 Named = tuple[str, torch.Tensor]
 
 
 class OptimizerInput(NamedTuple):
-    """Parameters by name, tied ones under each of their names where these are known."""
+    """Parameters by name; tied ones under each of their names if these are known."""
 
     named: list[Named]
     tables: frozenset[int]
-    """``id`` of those of modules that are embeddings."""
+    """``id`` of the parameters of embedding modules."""
 
     @classmethod
-    def of(cls, given: nn.Module | Iterable[Named]) -> OptimizerInput:
-        """Of a model, or of ``model.named_parameters()``, which tells neither embeddings nor all ties.
+    def of(cls, inputs: nn.Module | Iterable[Named]) -> OptimizerInput:
+        """Read a model, or ``model.named_parameters()``, which shows neither embeddings nor all ties.
 
         Raises:
-            ConfigError: it is something else, or empty.
+            ConfigError: any other type, or no parameters.
         """
-        if isinstance(given, nn.Module):
-            found = cls(list(given.named_parameters(remove_duplicate=False)), _tables(given))
+        if isinstance(inputs, nn.Module):
+            found = cls(list(inputs.named_parameters(remove_duplicate=False)), _tables(inputs))
         else:
-            found = cls(_listed(given), frozenset())
+            found = cls(_listed(inputs), frozenset())
         if not found.named:
             raise ConfigError(
                 "Muon was given no parameters. Pass a model, or its named_parameters()."
@@ -55,8 +55,8 @@ def _tables(model: nn.Module) -> frozenset[int]:
     return frozenset(id(x.weight) for x in model.modules() if isinstance(x, kinds))
 
 
-def _listed(given: Any) -> list[Named]:
-    listed = list(given) if isinstance(given, Iterable) else [given]
+def _listed(inputs: Any) -> list[Named]:
+    listed = list(inputs) if isinstance(inputs, Iterable) else [inputs]
     for one in listed:
         named = isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str)
         if not named or not isinstance(one[1], torch.Tensor):
@@ -68,7 +68,7 @@ def _listed(given: Any) -> list[Named]:
 
 
 def check_patterns(setting: str, patterns: Any, names: Sequence[str] = ()) -> None:
-    """Refuse what is no list of patterns, or has one that fits none of the names, if there are any.
+    """Check that a setting is a list of patterns, each of which matches one of ``names``, if there are any.
 
     Raises:
         ConfigError: naming the setting.
@@ -88,10 +88,10 @@ def check_patterns(setting: str, patterns: Any, names: Sequence[str] = ()) -> No
 
 
 def check_fused_sizes(fused: Any) -> None:
-    """Refuse fused projections that are no sizes by pattern.
+    """Check that fused projections are sizes by pattern.
 
     Raises:
-        ConfigError: showing what was got.
+        ConfigError: showing the value.
     """
     good = isinstance(fused, Mapping) and all(
         isinstance(sizes, Iterable) and all(type(n) is int and n > 0 for n in sizes)
@@ -108,7 +108,7 @@ EMBEDDINGS = (
     *("*embed*", "*wte*", "*wpe*", "*vocab*", "*lm_head*", "*head.weight", "output.weight"),
     *("model.output.weight", "*classifier*", "*score.weight"),
 )
-"""Names of tables of tokens and of heads over them, whose rows are not a map from features to features."""
+"""Names of token embeddings and heads, whose rows do not map features to features."""
 
 _NAMED = "an embedding or a head, by its name"
 _BY_NAME = "; or, if only its name says so, pass embeddings= with other patterns"
@@ -118,27 +118,28 @@ COLUMNS = ("parameters", "count", "shape", "by", "why")
 
 @dataclass(frozen=True)
 class Assignment:
-    """A parameter, and what steps it."""
+    """A parameter, and the optimizer that steps it."""
 
     name: str
     shape: tuple[int, ...]
     is_matrix: bool
-    """Muon steps it; else AdamW."""
+    """True for Muon, False for AdamW."""
     why: str
     pieces: tuple[int, ...] = ()
-    """Of a fused projection: the rows (or columns) of each; each is a matrix by itself."""
+    """For a fused projection: the rows (or columns) of each part, which is a matrix by itself."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How parameters are told apart; patterns as of ``fnmatch``, of whole names.
+    """Rules that assign parameters to optimizers; patterns as in ``fnmatch``, of whole names.
 
     Args:
-        matrices: those that Muon steps, and no others; ``None``: all that have two dimensions and are neither
-            embeddings nor heads.
-        adamw: those that AdamW steps whatever they are.
+        matrices: the only parameters that Muon steps; ``None``: all that have two dimensions and are
+            neither embeddings nor heads.
+        adamw: parameters that AdamW always steps.
         embeddings: names of embeddings and heads.
-        fused: of projections that are one parameter: how many rows (of a transposed one, columns) each has.
+        fused: for projections in one parameter: the number of rows (of a transposed one, columns) of
+            each.
     """
 
     matrices: Sequence[str] | None = None
@@ -146,23 +147,23 @@ class Rules:
     embeddings: Sequence[str] = EMBEDDINGS
     fused: Mapping[str, Sequence[int]] | None = None
 
-    def assign(self, given: OptimizerInput) -> list[Assignment]:
-        """What steps each parameter, in their order.
+    def assign(self, inputs: OptimizerInput) -> list[Assignment]:
+        """The assignment of each parameter, in order.
 
         Args:
-            given: the parameters.
+            inputs: the parameters.
 
         Raises:
-            ConfigError: nothing is a matrix, a pattern fits nothing, or one names what is none: a parameter
-                of other than two dimensions, an embedding or a head, or one that is tied.
+            ConfigError: no parameter is a matrix, a pattern matches nothing, or a pattern matches a
+                parameter that cannot be a matrix: not of two dimensions, an embedding or a head, or tied.
         """
-        listed = given.named
+        listed = inputs.named
         self._check([name for name, _ in listed])
         names = {id(x): [name for name, other in listed if other is x] for _, x in listed}
-        heads = self._unnamed_heads(given)
+        heads = self._unnamed_heads(inputs)
         found: dict[int, Assignment] = {}
         for _, x in listed:
-            found.setdefault(id(x), self._of(names[id(x)], x, heads, id(x) in given.tables))
+            found.setdefault(id(x), self._of(names[id(x)], x, heads, id(x) in inputs.tables))
         every = [self._cut(one) for one in found.values()]
         if not any(one.is_matrix for one in every):
             shown = ", ".join(f"{one.name} {list(one.shape)}: {one.why}" for one in every[:8])
@@ -190,16 +191,18 @@ class Rules:
             return Assignment(names[0], shape, False, "named in adamw=")
         return Assignment(names[0], shape, reason is None, reason or "a matrix")
 
-    def _unnamed_heads(self, given: OptimizerInput) -> set[str]:
-        """What is as large as an embedding, in no layer, and the only one: its name does not say it."""
+    def _unnamed_heads(self, inputs: OptimizerInput) -> set[str]:
+        """Heads without a known name: the only parameter outside of a layer that is as large as an
+        embedding.
+        """
         known = {
             name
-            for name, x in given.named
-            if _matches_any(name, self.embeddings) or id(x) in given.tables
+            for name, x in inputs.named
+            if _matches_any(name, self.embeddings) or id(x) in inputs.tables
         }
-        tables = {tuple(x.shape) for name, x in given.named if name in known}
+        tables = {tuple(x.shape) for name, x in inputs.named if name in known}
         found: dict[tuple[int, ...], list[str]] = {}
-        for name, x in given.named:
+        for name, x in inputs.named:
             if name not in known:
                 found.setdefault(tuple(x.shape), []).append(name)
         alone = [found[shape][0] for shape in tables if len(found.get(shape, ())) == 1]
@@ -208,7 +211,7 @@ class Rules:
     def _reason(
         self, names: list[str], shape: tuple[int, ...], heads: set[str], is_table: bool
     ) -> str | None:
-        """Why a parameter is no matrix."""
+        """The reason why a parameter is not a matrix; ``None`` if it is."""
         if len(shape) != 2:
             return f"{len(shape)} dimension{'s' * (len(shape) != 1)}"
         if is_table:
@@ -237,7 +240,7 @@ class Rules:
         return one
 
     def _check(self, names: list[str]) -> None:
-        """Refuse patterns that are none, or fit nothing, or contradict each other."""
+        """Check that patterns are valid, match something, and do not contradict each other."""
         if self.fused is not None:
             check_fused_sizes(self.fused)
         every = {"matrices": self.matrices or (), "adamw": self.adamw, "fused": self.fused or ()}
@@ -246,7 +249,7 @@ class Rules:
         check_patterns("embeddings", self.embeddings)
         own = [
             each for each in self.embeddings if each not in EMBEDDINGS
-        ]  # of those a model has few
+        ]  # a model has few of them
         check_patterns("embeddings", own, names)
         both = [
             x for x in names if _matches_any(x, self.matrices or ()) and _matches_any(x, self.adamw)
@@ -259,7 +262,7 @@ class Rules:
 
 
 def table_of(assigned: Iterable[Assignment]) -> str:
-    """One line for all layers of a model."""
+    """A table with one line for all layers of a model."""
     groups: dict[tuple[object, ...], list[Place]] = {}
     for one in assigned:
         place = split_name(one.name)

@@ -19,23 +19,24 @@ from lightning_cp.comm.consensus import World
 from lightning_cp.comm.groups import group_of
 from lightning_cp.errors import ConfigError
 
-# Which entries of a parameter a rank holds: of any sharding, and without communication.
+# The entries of a parameter that a rank holds, for any sharding and without communication.
 #
-# When two axes shard one dimension, a rank's rows need not lie side by side (``_StridedShard``), and how
-# PyTorch says so has changed with its versions. What it does has not: so positions are sharded as the
+# When two axes shard one dimension, a rank's rows need not be adjacent (``_StridedShard``), and PyTorch's
+# description of this has changed with its versions. The effect has not: so an index tensor is sharded as the
 # parameter is, and read.
 
 
 SHARDS = ("Shard", "_StridedShard")
 """Placements that give each rank whole rows or columns, by the names of their classes: since PyTorch 2.10 the
-second is none of the first."""
+second is not a subclass of the first.
+"""
 
 
 def sharded_dim(placement: Placement) -> int | None:
     """The dimension that a placement shards; ``None`` for a copy on every rank.
 
     Raises:
-        ConfigError: it is neither, so that nobody holds the values.
+        ConfigError: any other placement, with which no rank holds the values.
     """
     if isinstance(placement, Replicate):
         return None
@@ -52,53 +53,55 @@ def held_indices(x: torch.Tensor, dim: int) -> torch.Tensor:
 
     Args:
         x: a DTensor, or a tensor that is whole.
-        dim: which of its dimensions.
+        dim: the dimension.
 
     Raises:
-        ConfigError: a placement that is unknown.
+        ConfigError: an unknown placement.
     """
     indices = torch.arange(x.shape[dim])
     if not isinstance(x, DTensor):
         return indices
     dims = [sharded_dim(placement) for placement in x.placements]
     placements = [
-        _along_first(placement) if sharded == dim % x.ndim else Replicate()
+        _one_dimensional(placement) if sharded == dim % x.ndim else Replicate()
         for placement, sharded in zip(x.placements, dims, strict=True)
     ]
     held = distribute_tensor(indices, x.device_mesh, placements, src_data_rank=None)
     return held.to_local().cpu()
 
 
-def _along_first(placement: Placement) -> Placement:
-    """What shards a tensor of one dimension in the same way."""
+def _one_dimensional(placement: Placement) -> Placement:
+    """The same placement for a tensor of one dimension."""
     kind: Any = type(placement)
     factor = getattr(placement, "split_factor", None)
     return kind(0) if factor is None else kind(0, split_factor=factor)
 
 
 class ContiguousRun(NamedTuple):
-    """Entries side by side both on the rank and in the matrix."""
+    """Entries that are adjacent both on the rank and in the matrix."""
 
     local: int
-    """Where they begin on the rank."""
+    """Start on the rank."""
     whole: int
-    """Where they begin in the matrix."""
+    """Start in the matrix."""
     length: int
 
 
 class LocalBlock(NamedTuple):
-    """What a rank holds of a matrix: every pair of a row and a column."""
+    """The entries that a rank holds of a matrix: all pairs of its rows and columns."""
 
     rows: tuple[ContiguousRun, ...]
     columns: tuple[ContiguousRun, ...]
 
     @property
     def numel(self) -> int:
-        """Entries."""
+        """Number of entries."""
         return sum(run.length for run in self.rows) * sum(run.length for run in self.columns)
 
     def views(self, x: torch.Tensor, *, whole: bool) -> Iterator[torch.Tensor]:
-        """Its blocks in what the rank holds [local rows, local columns], or in the matrix, in one order."""
+        """Views of its blocks in the rank's tensor [local rows, local columns], or in the whole matrix, in
+        one order.
+        """
         for row in self.rows:
             first = row.whole if whole else row.local
             rows = x[first : first + row.length]
@@ -107,22 +110,22 @@ class LocalBlock(NamedTuple):
                 yield rows[:, start : start + column.length]
 
     def pack(self, x: torch.Tensor, message: torch.Tensor, *, whole: bool) -> None:
-        """Copy the part into a message [numel] of any dtype, from what ``views`` are of."""
-        for block, entries in self._beside(x, message, whole=whole):
+        """Copy the part from ``x`` into a message [numel] of any dtype; arguments as of ``views``."""
+        for block, entries in self._paired_blocks(x, message, whole=whole):
             entries.copy_(block)
 
     def unpack(self, message: torch.Tensor, x: torch.Tensor, *, whole: bool) -> None:
-        """Copy a message [numel] to where its entries belong."""
-        for block, entries in self._beside(x, message, whole=whole):
+        """Copy a message [numel] to the places of its entries in ``x``."""
+        for block, entries in self._paired_blocks(x, message, whole=whole):
             block.copy_(entries)
 
-    def beside(
+    def paired_blocks(
         self, x: torch.Tensor, message: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Blocks of what the rank holds, each with its entries of a message."""
-        return self._beside(x, message, whole=False)
+        """Blocks of the rank's tensor, each with its entries of a message."""
+        return self._paired_blocks(x, message, whole=False)
 
-    def _beside(
+    def _paired_blocks(
         self, x: torch.Tensor, message: torch.Tensor, *, whole: bool
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         at = 0
@@ -134,11 +137,11 @@ class LocalBlock(NamedTuple):
 def contiguous_runs(
     held: torch.Tensor, wanted: torch.Tensor | None = None
 ) -> tuple[ContiguousRun, ...]:
-    """What a rank has of some indices, in local order.
+    """The runs of the wanted indices that a rank holds, in local order.
 
     Args:
         held: int64 [local size]: the indices that the rank holds.
-        wanted: int64 [n]: those that make up a matrix, in its order; ``None``: all.
+        wanted: int64 [n]: the indices of a matrix, in its order; ``None``: all.
     """
     if wanted is None:
         local, whole = torch.arange(len(held)), held
@@ -160,25 +163,25 @@ def contiguous_runs(
 
 @dataclass(frozen=True)
 class Grid:
-    """Ranks by copy and part, and where this one is."""
+    """Ranks by copy and part, and the position of this rank."""
 
     ranks: tuple[tuple[int, ...], ...]
-    """Global ranks, [copies][parts]; part by part what they hold is the same in every copy."""
+    """Global ranks, [copies][parts]; every copy is divided in the same way."""
     copy: int
     part: int
     parts_group: dist.ProcessGroup | None
-    """The ranks that hold this copy; ``None``: this one alone."""
+    """The ranks that hold this copy; ``None`` for a single rank."""
     copies_group: dist.ProcessGroup | None
-    """The ranks that hold this part; ``None``: this one alone."""
+    """The ranks that hold this part; ``None`` for a single rank."""
 
     @property
     def parts(self) -> int:
-        """How many each copy is cut into."""
+        """Number of parts of each copy."""
         return len(self.ranks[0])
 
     @property
     def copies(self) -> int:
-        """How many there are."""
+        """Number of copies."""
         return len(self.ranks)
 
     @cached_property
@@ -188,35 +191,35 @@ class Grid:
 
     @cached_property
     def part_at(self) -> tuple[int, ...]:
-        """The part of each place in ``parts_group``."""
+        """The part of each member of ``parts_group``."""
         return _places(self.parts_group, self.ranks[self.copy])
 
     @cached_property
     def place_of_copy(self) -> tuple[int, ...]:
-        """Each copy's place in ``copies_group``."""
+        """Each copy's index in ``copies_group``."""
         own = [of_copy[self.part] for of_copy in self.ranks]
         at = _places(self.copies_group, own)
         return tuple(at.index(copy) for copy in range(self.copies))
 
 
 def _places(group: dist.ProcessGroup | None, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Where in ``ranks`` the members of a group are, in its order."""
+    """The indices in ``ranks`` of the members of a group, in the group's order."""
     if group is None:
         return (0,)
     return tuple(ranks.index(rank) for rank in dist.get_process_group_ranks(group))
 
 
 class Grids:
-    """Those of all matrices of an optimizer: each is made once, by all ranks together."""
+    """The grids of all matrices of an optimizer; each is made once, collectively."""
 
     def __init__(self) -> None:
         self._made: dict[object, Grid] = {}
 
     def of(self, x: torch.Tensor, name: str = "a matrix") -> Grid:
-        """Of a matrix; one that is no DTensor is whole on every rank of the world.
+        """The grid of a matrix; one that is not a DTensor is whole on every rank of the world.
 
         Raises:
-            ConfigError: a placement that is unknown, or several axes of a mesh that leaves ranks out.
+            ConfigError: an unknown placement, or several axes of a mesh that leaves ranks out.
         """
         with _naming(name):
             key = (x.device_mesh, _axes(x)) if isinstance(x, DTensor) else None
@@ -231,7 +234,7 @@ def is_shared(x: torch.Tensor) -> bool:
 
 
 def check_placements(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Refuse parameters whose values no rank holds.
+    """Check that some rank holds the values of each parameter.
 
     Raises:
         ConfigError: naming the parameter and its placement.
@@ -251,7 +254,7 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def _axes(x: DTensor) -> tuple[int, ...]:
-    """Of its mesh, those that cut it."""
+    """The mesh axes that shard it."""
     dims = [sharded_dim(placement) for placement in x.placements]
     return tuple(at for at, d in enumerate(dims) if d is not None and x.device_mesh.size(at) > 1)
 
@@ -278,7 +281,7 @@ def _mesh_grid(mesh: DeviceMesh, axes: Sequence[int]) -> Grid:
 
 
 def _group(mesh: DeviceMesh, axes: Sequence[int], table: torch.Tensor) -> dist.ProcessGroup | None:
-    """This rank's of the groups that the rows of a table are; all ranks of the mesh come here."""
+    """This rank's group among the rows of a table of ranks. Collective over the mesh."""
     several = [at for at in axes if mesh.size(at) > 1]
     if not several:
         return None

@@ -1,4 +1,4 @@
-"""QK-clip: query and key projections are scaled down where attention's scores have grown too large."""
+"""QK-clip: scales query and key projections down where attention scores have grown too large."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from lightning_cp.utils.dtensor import local_part
 
 _log = logging.getLogger("lightning_cp")
 SHOWN = 8
-"""Layers in a line of the log, and heads of a layer."""
+"""The number of layers in a line of the log, and of heads of a layer."""
 
 
 @dataclass(eq=False)
 class QKClip:
-    """After a step, heads whose largest score has passed ``tau`` are scaled back to it (Kimi K2's MuonClip).
+    """Scales heads whose largest score has passed ``tau`` back to it, after a step (Kimi K2's MuonClip).
 
     With gamma = min(1, tau / largest score) of a head, its rows of the query projection are multiplied by
     ``gamma ** alpha``, those of the key projection by ``gamma ** (1 - alpha)``, and both biases too.
@@ -38,18 +38,19 @@ class QKClip:
     collect the scores of every optimizer that has such an attribute ``qk_clip``.
 
     Args:
-        tau: the largest score that is left alone.
+        tau: the largest score that is not scaled.
         alpha: the queries' share; the keys have the rest.
-        keys: with grouped heads: ``group``: the largest score of all query heads of a key head decides for
-            all of them and for the keys; ``query``: queries alone are scaled, each head by its own gamma.
-        rope: ``uniform``: all rows of a head alike, which commutes with rotary embeddings; ``query``: of
+        keys: with grouped heads: ``group``: the largest score of all query heads of a key head sets the
+            scale of all of them and of the keys; ``query``: only queries are scaled, each head by its own
+            gamma.
+        rope: ``uniform``: all rows of a head alike, which commutes with rotary embeddings; ``query``: for
             ``rope_rows`` the queries are scaled by gamma, and the keys, which heads share (MLA), are not.
         rope_rows: (start, stop) within each head.
         query: the name of the query projection within its attention layer.
-        key: likewise.
-        fused: pattern of a parameter that has all three projections -> its rows of q, of k and of v.
+        key: the name of the key projection within it.
+        fused: pattern of a parameter with all three projections -> its rows of q, of k and of v.
         layers: patterns of names of attention layers that are scaled.
-        extra_pass: have kernels that give no largest scores followed by a forward pass that does.
+        extra_pass: run a second forward pass for kernels that return no largest scores.
 
     Raises:
         ConfigError: a setting that is out of range.
@@ -66,12 +67,12 @@ class QKClip:
     layers: Sequence[str] = ("*",)
     extra_pass: bool = False
     clipped: dict[str, list[int]] = field(default_factory=dict, init=False, repr=False)
-    """Of the last step: the query heads that were scaled, by layer."""
+    """Query heads that the last step scaled, by layer."""
     largest: dict[str, float] = field(default_factory=dict, init=False, repr=False)
-    """Of the last step: each layer's largest score, before it was scaled."""
+    """Each layer's largest score in the last step, before scaling."""
 
     def __post_init__(self) -> None:
-        """Check what was asked."""
+        """Check the settings."""
         check_numbers({"tau": self.tau}, lambda x: x > 0, "above 0")
         check_numbers({"alpha": self.alpha}, lambda x: 0 <= x <= 1, "from 0 to 1")
         check_known("keys", self.keys, ("group", "query"))
@@ -103,7 +104,8 @@ class QKClip:
         """Find the projections among a model's parameters.
 
         Raises:
-            ConfigError: there are none, scaling them would not scale the scores, or others are bound.
+            ConfigError: there are none, scaling them would not scale the scores, or another model is
+                bound.
         """
         given = dict(named_parameters)
         if self._parameters and self._parameters.keys() != given.keys():
@@ -117,10 +119,10 @@ class QKClip:
         self._held.clear()
 
     def follow(self, successors: Mapping[int, torch.Tensor]) -> None:
-        """Parameters were sharded: by id of each, what was made of it.
+        """Replace parameters that were sharded: by id of each, its sharded version.
 
         Raises:
-            ConfigError: some projections were not among them.
+            ConfigError: some projections are missing.
         """
         moved = any(successors.get(id(p), p) is not p for p in self._parameters.values())
         for layer in self._found.values() if moved else ():
@@ -135,7 +137,7 @@ class QKClip:
         self._held.clear()
 
     def weights(self) -> dict[str, tuple[str, torch.Tensor]]:
-        """Of each layer the weight of its query projection, and its name."""
+        """By layer, the name and the weight of its query projection."""
         names = {name: layer.query[0].parameter for name, layer in self._found.items()}
         return {layer: (name, self._parameters[name]) for layer, name in names.items()}
 
@@ -148,30 +150,32 @@ class QKClip:
         tp_rank: int = 0,
         tp_size: int = 1,
     ) -> None:
-        """The largest scores of a call of attention over this rank's queries; may be called often.
+        """Record the largest scores of a call of attention over this rank's queries; called any number of
+        times.
 
         Args:
             layer: the name of the module that has the projections.
-            maxima: [heads]: of all query heads, or of those of one tensor-parallel rank; -inf for unknown.
-            head_dim: of queries and keys; may be left away if ``maxima`` has all heads.
-            tp_rank: whose heads they are.
+            maxima: [heads]: of all query heads, or of those of one tensor-parallel rank; -inf for
+                unknown.
+            head_dim: of queries and keys; optional if ``maxima`` has all heads.
+            tp_rank: the tensor-parallel rank of these heads.
             tp_size: ranks that share the layer.
 
         Raises:
-            ConfigError: a layer that is unknown, or another number of heads than its projections have.
+            ConfigError: an unknown layer, or another number of heads than its projections have.
         """
         self._maxima.note(layer, maxima, head_dim, tp_rank, tp_size)
 
     def forget(self) -> None:
-        """What was noted since the last step is not used: that step was left out."""
+        """Drop the scores recorded since the last step, because that step was skipped."""
         self._maxima.forget()
         self._ready = None
 
     def check_ready(self) -> None:
-        """Before a step: the largest scores of all ranks, of which every layer has some.
+        """Gather the largest scores of all ranks before a step, and check that every layer has some.
 
         Raises:
-            ConfigError: on every rank, naming the layers whose scores no rank has noted since the last step.
+            ConfigError: on every rank, naming the layers without scores on any rank since the last step.
             NonFiniteError: on every rank, naming the heads whose largest score is NaN or infinite.
         """
         if not self._found:
@@ -180,13 +184,13 @@ class QKClip:
                 "Muon(..., qk_clip=...) does so."
             )
         self._ready = None
-        found = self._maxima.of_all_ranks()
-        self._require_rows_of_heads()
+        found = self._maxima.gather()
+        self._check_rows_of_heads()
         self._ready = found
 
     @torch.no_grad()
     def apply(self) -> dict[str, list[int]]:
-        """After a step: scale what has grown too large; the heads that were scaled, by layer."""
+        """Scale heads with too large scores after a step; return the scaled heads by layer."""
         if self._ready is None:
             self.check_ready()
         ready, self._ready = self._ready or {}, None
@@ -195,16 +199,16 @@ class QKClip:
         for name, values in ready.items():
             if self.largest[name] > self.tau and self._is_trained(self._found[name]):
                 self.clipped[name] = self._scale(self._found[name], values)
-        self._tell()
+        self._log_clipped()
         return self.clipped
 
     def _is_trained(self, layer: QKLayer) -> bool:
-        """What is frozen stays as it is, and what goes with it."""
+        """True if the layer's parameters are trained; frozen ones and their counterparts are not scaled."""
         every = {rows.parameter for rows in (*layer.query, *layer.key)}
         return all(self._parameters[name].requires_grad for name in every)
 
     def _scale(self, layer: QKLayer, values: Sequence[float]) -> list[int]:
-        """The heads that were scaled."""
+        """Scale a layer's heads; return the scaled heads."""
         over = [self.tau / x if x > self.tau else 1.0 for x in values]
         gammas = torch.tensor(over, dtype=torch.float64)
         factors = row_factors(layer, gammas, alpha=self.alpha, keys=self.keys, plain=self._plain)
@@ -217,7 +221,7 @@ class QKClip:
         return [head for head, factor in enumerate(touched.tolist()) if factor < 1]
 
     def _multiply(self, rows: ProjectionRows, factor: torch.Tensor) -> None:
-        """Each row that this rank holds by its own factor, rounded once."""
+        """Multiply each row of this rank by its factor, with one rounding."""
         p = self._parameters[rows.parameter]
         whole = torch.ones(p.shape[rows.dim], dtype=torch.float64)
         whole[rows.first : rows.first + rows.size] = factor
@@ -231,7 +235,7 @@ class QKClip:
             shape = [-1 if dim == rows.dim else 1 for dim in range(p.dim())]
             local.copy_(local.to(wide) * own.to(local.device, wide).view(shape))
 
-    def _tell(self) -> None:
+    def _log_clipped(self) -> None:
         if not self.clipped or World().rank:
             return
         told = [
@@ -259,7 +263,7 @@ class QKClip:
             )
         return ends[0], ends[1]
 
-    def _require_rows_of_heads(self) -> None:
+    def _check_rows_of_heads(self) -> None:
         for name, heads in self._maxima.heads.items():
             dim = self._found[name].query[0].size // heads
             if self._plain[1] > dim:

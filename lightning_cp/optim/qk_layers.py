@@ -1,4 +1,4 @@
-"""Where a model's query and key projections are, and which of their rows are whose head's."""
+"""Positions of a model's query and key projections, and the head of each of their rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NORMS = (
     *("q_norm", "k_norm", "qk_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm"),
     *("norm_q", "norm_k", "query_layernorm", "key_layernorm", "q_ln", "k_ln", "qk_layernorm"),
 )
-"""Names of what stands between a projection and its scores, and undoes any scale of the projection."""
+"""Names of norms between a projection and its scores, which undo any scale of the projection."""
 
 FUSED = Mapping[str, Sequence[int]]
 
@@ -34,14 +34,14 @@ class ProjectionRows:
 
 @dataclass(frozen=True)
 class QKLayer:
-    """An attention layer: of each projection the weight, then the bias if there is one."""
+    """An attention layer: for each projection the weight, then the bias if there is one."""
 
     name: str
     query: tuple[ProjectionRows, ...]
     key: tuple[ProjectionRows, ...]
 
     def kv_heads(self, heads: int) -> int:
-        """Key heads, where there are so many query heads.
+        """The number of key heads for this number of query heads.
 
         Raises:
             ConfigError: rows that do not divide so.
@@ -68,13 +68,13 @@ def find_layers(
     Args:
         shapes: of parameters, by name.
         query: the name of the query projection within its module.
-        key: likewise.
-        fused: pattern of names of projections that are one parameter -> its rows of q, k and v.
+        key: the name of the key projection within it.
+        fused: pattern of names of projections in one parameter -> its rows of q, k and v.
         wanted: patterns of names of layers.
 
     Raises:
-        ConfigError: there are none, a pattern of ``fused`` fits nothing, only one of two projections is
-            there, or they are normalised.
+        ConfigError: there are none, a pattern of ``fused`` matches nothing, only one of two projections
+            exists, or they are normalised.
     """
     found: dict[str, QKLayer] = {}
     for name, shape in shapes.items():
@@ -100,7 +100,7 @@ def find_layers(
 
 
 def check_no_norms(layer: str, children: Iterable[str]) -> None:
-    """Refuse an attention layer by the names of what is in it.
+    """Check by the names of a layer's children that it does not normalise queries or keys.
 
     Raises:
         ConfigError: one of them normalises queries or keys.
@@ -122,14 +122,14 @@ def row_factors(
     keys: str,
     plain: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each row of the query and of the key projection is multiplied with: float64 [rows].
+    """The factor of each row of the query and of the key projection: float64 [rows].
 
     Args:
-        layer: whose.
-        gammas: float64 [H]: of each query head's scores.
+        layer: the attention layer.
+        gammas: float64 [H]: one factor for each query head's scores.
         alpha: the share of the queries.
-        keys: ``group``, or ``query``: see ``QKClip``.
-        plain: rows (start, stop) of each head of which the queries take all; no rows for (0, 0).
+        keys: ``group`` or ``query``: see ``QKClip``.
+        plain: rows (start, stop) of each head that only the queries scale; no rows for (0, 0).
     """
     heads = len(gammas)
     kv_heads = layer.kv_heads(heads)
@@ -147,7 +147,7 @@ def row_factors(
 def _separate_layer(
     name: str, shapes: Mapping[str, tuple[int, ...]], query: str, key: str
 ) -> QKLayer | None:
-    """The layer whose query projection a parameter is."""
+    """The layer whose query projection is this parameter."""
     if name != f"{query}.weight" and not name.endswith(f".{query}.weight"):
         return None
     before = name.removesuffix(f"{query}.weight")
@@ -174,7 +174,7 @@ def _whole(name: str, shapes: Mapping[str, tuple[int, ...]]) -> Iterable[Project
 def _fused_layer(
     name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], fused: FUSED
 ) -> QKLayer | None:
-    """The layer of which a parameter is all projections."""
+    """The layer whose projections are all in this parameter."""
     pattern = next((each for each in fused if fnmatchcase(name, each)), None)
     if pattern is None:
         return None
@@ -201,27 +201,27 @@ def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
     return f"There are: {', '.join(names[:12])}{', ...' * (len(names) > 12)}."
 
 
-# The largest scores of each layer since the last step: of this rank, then of all.
+# The largest scores of each layer since the last step: of this rank, then of all ranks.
 
 
 SHOWN = 6
-"""Names in a message."""
+"""The number of names in a message."""
 
 
 class ScoreMaxima:
-    """Of query heads, by layer; the same layers on every rank."""
+    """The largest scores of query heads, by layer; every rank has the same layers."""
 
     def __init__(self, layers: Mapping[str, QKLayer]) -> None:
         self._layers = layers
         self._noted: dict[str, torch.Tensor] = {}
         self.heads: dict[str, int] = {}
-        """Query heads of each layer, of all tensor-parallel ranks, as calls have told."""
+        """The number of query heads of each layer over all tensor-parallel ranks, from calls."""
         self._settled = False
 
     def note(
         self, layer: str, maxima: torch.Tensor, head_dim: int | None, tp_rank: int, tp_size: int
     ) -> None:
-        """See ``QKClip.note``."""
+        """Record scores; see ``QKClip.note``."""
         known = self._layers.get(layer)
         if known is None:
             raise ConfigError(f"QK-clip knows no layer {layer!r}. It has: {_names(self._layers)}.")
@@ -230,8 +230,8 @@ class ScoreMaxima:
                 f"largest scores of {layer} are [heads], got a tensor of shape {list(maxima.shape)}: take "
                 "the maximum over the batch and over tokens."
             )
-        heads, first = _place(known, len(maxima), head_dim, tp_rank, tp_size)
-        known.kv_heads(heads)  # they divide
+        heads, first = _head_range(known, len(maxima), head_dim, tp_rank, tp_size)
+        known.kv_heads(heads)  # check that they divide
         before = self.heads.setdefault(layer, heads)
         if before != heads:
             raise ConfigError(
@@ -246,38 +246,36 @@ class ScoreMaxima:
         own.copy_(torch.maximum(own, maxima.detach().to(found)))
 
     def forget(self) -> None:
-        """A step is over."""
+        """Drop all scores at the end of a step."""
         self._noted.clear()
 
-    def of_all_ranks(self) -> dict[str, list[float]]:
-        """The largest of every rank, in one message; then nothing is noted any more.
+    def gather(self) -> dict[str, list[float]]:
+        """The largest scores over all ranks, in one message; afterwards none are recorded.
 
         Raises:
-            ConfigError: no rank has noted anything of some layer.
+            ConfigError: no rank has recorded scores of some layer.
             NonFiniteError: a score is NaN or infinite.
         """
         noted, self._noted = self._noted, {}
-        self._settle()
-        parts = [self._of_layer(noted, name) for name in self._layers]
+        self._exchange_head_counts()
+        parts = [self._layer_maxima(noted, name) for name in self._layers]
         packed = torch.cat([x.to(_device(parts)) for x in parts])
-        packed = torch.where(
-            packed.isnan(), torch.inf, packed
-        )  # a maximum may lose what is no number
+        packed = torch.where(packed.isnan(), torch.inf, packed)  # max may drop NaN
         if World().size > 1:
             dist.all_reduce(packed, op=dist.ReduceOp.MAX)
         values, sizes = packed.tolist(), [len(x) for x in parts]
         found: dict[str, list[float]] = {}
         for name, size in zip(self._layers, sizes, strict=True):
             found[name], values = values[:size], values[size:]
-        self._require(found)
+        self._check_complete(found)
         return found
 
-    def _of_layer(self, noted: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    def _layer_maxima(self, noted: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
         found = noted.get(name)
         return torch.full((self.heads[name],), -torch.inf) if found is None else found
 
-    def _settle(self) -> None:
-        """Once: how many heads each layer has, also for ranks that have not seen it called."""
+    def _exchange_head_counts(self) -> None:
+        """Exchange once the number of heads of each layer, for ranks that have not called it."""
         if self._settled:
             return
         every = World().gather(self.heads)
@@ -294,7 +292,7 @@ class ScoreMaxima:
             raise _missing_scores_error(missing)
         self._settled = True
 
-    def _require(self, found: Mapping[str, list[float]]) -> None:
+    def _check_complete(self, found: Mapping[str, list[float]]) -> None:
         missing = [name for name, values in found.items() if max(values) == -math.inf]
         if missing:
             raise _missing_scores_error(missing)
@@ -312,10 +310,10 @@ class ScoreMaxima:
             )
 
 
-def _place(
+def _head_range(
     layer: QKLayer, count: int, head_dim: int | None, tp_rank: int, tp_size: int
 ) -> tuple[int, int]:
-    """All query heads of a layer, and the first of those that a call had."""
+    """The number of query heads of a layer, and the first head of a call."""
     rows = layer.query[0].size
     heads = count if head_dim is None else rows // head_dim
     if head_dim is not None and rows % head_dim:
@@ -343,7 +341,7 @@ def _missing_scores_error(layers: list[str]) -> ConfigError:
 
 
 def _device(parts: list[torch.Tensor]) -> torch.device:
-    """Where messages of the world travel from, or all is."""
+    """The device of messages of the world, or of all tensors."""
     if World().size > 1 and dist.get_backend() == "gloo":
         return torch.device("cpu")
     found = next((x.device for x in parts if x.device.type != "cpu"), None)

@@ -1,4 +1,4 @@
-"""What Muon was asked, checked."""
+"""Muon's settings and their checks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from lightning_cp.errors import ConfigError
 from lightning_cp.optim.newton_schulz import COEFFICIENTS, EPS, STEPS
 
-# Checks of settings: each is what it has to be.
+# Checks of single settings.
 
 
 def check_numbers(values: Mapping[str, Any], fits: Callable[[float], bool], wanted: str) -> None:
-    """Refuse settings that are no finite numbers, or do not fit.
+    """Check that settings are finite numbers in range.
 
     Args:
-        values: by name.
-        fits: of each number.
-        wanted: says what fits: ``above 0``.
+        values: settings by name.
+        fits: True for a number in range.
+        wanted: the range in words, such as ``above 0``.
 
     Raises:
-        ConfigError: naming the first one that does not.
+        ConfigError: naming the first setting that fails.
     """
     for name, x in values.items():
         if not is_number(x) or not fits(x):
@@ -34,17 +34,17 @@ def check_numbers(values: Mapping[str, Any], fits: Callable[[float], bool], want
 
 
 def check_known(name: str, value: object, known: tuple[str, ...]) -> None:
-    """Refuse a setting that is none of the known ones.
+    """Check that a setting is one of the known values.
 
     Raises:
-        ConfigError: naming them.
+        ConfigError: naming the known values.
     """
     if value not in known:
         raise ConfigError(f"{name}={value!r} is unknown. Known: {', '.join(known)}.")
 
 
 def is_number(x: object) -> bool:
-    """True if it is one, finite, and no bool."""
+    """True for a finite number that is not a bool."""
     return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
 
 
@@ -52,9 +52,9 @@ ADJUSTMENTS = ("match_rms_adamw", "original")
 IMPLEMENTATIONS = ("owner", "reference")
 MIB = 1 << 20
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-"""Those in which a gradient of any size is finite: float16 is not among them."""
+"""Dtypes in which gradients of any size are finite, which excludes float16."""
 MOST_STEPS = 99
-"""As many as torch.optim.Muon takes."""
+"""The limit of torch.optim.Muon."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ class MuonSettings:
     check_finite: bool = True
 
     def checked(self) -> MuonSettings:
-        """The same, with a dtype and with what was left to the rate of matrices.
+        """The same settings, with a dtype, and defaults taken from those of matrices.
 
         Raises:
-            ConfigError: naming the setting, what was got and what would work.
+            ConfigError: naming the setting, its value and valid values.
         """
         check_numbers(
             {"lr": self.lr, "weight_decay": self.weight_decay}, lambda x: x >= 0, "at least 0"
@@ -122,24 +122,24 @@ class MuonSettings:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which matrices are orthogonalised."""
+        """The dtype in which matrices are orthogonalised."""
         return _dtype(self.ns_dtype)
 
     @property
     def chunk_bytes(self) -> int:
-        """Of whole matrices that an owner holds in a round."""
+        """The limit in bytes of whole matrices that an owner holds in a round."""
         return int(self.chunk_mib * MIB)
 
     @property
-    def of_matrices(self) -> dict[str, Any]:
-        """Of the group of matrices, named as torch.optim.Muon names them."""
+    def matrix_group(self) -> dict[str, Any]:
+        """Settings of the group of matrices, named as in torch.optim.Muon."""
         names = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps")
         names += ("ns_steps", "adjust_lr_fn")
         return {"kind": "muon", **{name: getattr(self, name) for name in names}}
 
     @property
-    def of_others(self) -> dict[str, Any]:
-        """Of the group of all other parameters, named as torch.optim.AdamW names them."""
+    def adamw_group(self) -> dict[str, Any]:
+        """Settings of the group of all other parameters, named as in torch.optim.AdamW."""
         rate, decay = self.adamw_lr, self.adamw_weight_decay
         given = {"lr": rate, "weight_decay": decay, "betas": self.betas, "eps": self.adamw_eps}
         return {"kind": "adamw", **given}

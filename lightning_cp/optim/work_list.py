@@ -1,4 +1,4 @@
-"""The matrices of a step: who holds which part of each, who owns it, and in which round."""
+"""The matrices of a step: the ranks that hold their parts, their owners and their rounds."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.comm.consensus import World, gather_lists
+from lightning_cp.comm.consensus import World, gather_objects
 from lightning_cp.optim.newton_schulz import newton_schulz_flops
 from lightning_cp.optim.placement import Grid, Grids, LocalBlock, contiguous_runs, held_indices
 
-# Who orthogonalises which matrix, and when. Plain integers, the same on every rank.
+# Owners and rounds of matrices as plain integers, the same on every rank.
 #
-# Each matrix has one owner. The costliest is given first, each to whoever has least to do (longest
-# processing time first; Graham 1969), so that ranks have about equal work whatever the shapes. What owners
-# hold at once is bounded: they go through their matrices in rounds.
+# Each matrix has one owner. The costliest matrix is assigned first, each to the rank with the least work so
+# far (longest processing time first; Graham 1969), so that ranks have about equal work for any shapes. The
+# bytes that an owner holds at once are bounded, since matrices are processed in rounds.
 
 
 class MatrixCost(NamedTuple):
-    """Of a matrix."""
+    """Cost of a matrix."""
 
     flops: int
     nbytes: int
@@ -30,12 +30,12 @@ class MatrixCost(NamedTuple):
 def assign_owners(
     sizes: Sequence[MatrixCost], ranks: Sequence[int], loads: MutableMapping[int, int]
 ) -> list[int]:
-    """The owner of each matrix, as a place in ``ranks``.
+    """The owner of each matrix, as an index into ``ranks``.
 
     Args:
-        sizes: of the matrices.
-        ranks: who may own them.
-        loads: FLOPs that ranks have been given already; these are added.
+        sizes: costs of the matrices.
+        ranks: possible owners.
+        loads: FLOPs assigned to ranks so far; updated.
     """
     owners = [0] * len(sizes)
     for at in sorted(range(len(sizes)), key=lambda at: (-sizes[at].flops, at)):
@@ -48,9 +48,9 @@ def assign_owners(
 def split_into_rounds(
     sizes: Sequence[MatrixCost], owners: Sequence[int], chunk_bytes: int
 ) -> list[dict[int, list[int]]]:
-    """Matrices of each round, by owner: together at most ``chunk_bytes`` of one owner, or one matrix.
+    """Matrices of each round, by owner: at most ``chunk_bytes`` per owner, or one matrix.
 
-    The costliest first, so that owners are about equally long at work in each round.
+    The costliest come first, so that all owners work about equally long in each round.
     """
     found: list[dict[int, list[int]]] = []
     of_owner: dict[int, list[int]] = {}
@@ -74,21 +74,21 @@ class Piece(NamedTuple):
     name: str
     of: torch.Tensor
     dim: int = 0
-    """Along which it is cut out."""
+    """The dimension in which the projection is a slice."""
     start: int = 0
     size: int | None = None
-    """Rows or columns; ``None``: it is the whole."""
+    """Rows or columns; ``None`` for the whole parameter."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the matrix."""
+        """Shape of the matrix."""
         rows, columns = self.of.shape
         if self.size is None:
             return rows, columns
         return (rows, self.size) if self.dim else (self.size, columns)
 
-    def own_part(self) -> LocalBlock:
-        """What this rank holds of it."""
+    def local_block(self) -> LocalBlock:
+        """This rank's part of it."""
         runs = [
             contiguous_runs(
                 held_indices(self.of, dim),
@@ -103,69 +103,69 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """One that is orthogonalised by itself."""
+    """A matrix that is orthogonalised by itself."""
 
     piece: Piece
     parts: tuple[LocalBlock, ...]
-    """What each part of a grid holds of it."""
+    """The entries of each part of a grid."""
     flops: int
 
     @property
     def numel(self) -> int:
-        """Entries."""
+        """Number of entries."""
         rows, columns = self.piece.shape
         return rows * columns
 
 
 @dataclass(frozen=True)
 class Round:
-    """Matrices that are gathered, orthogonalised and given back together."""
+    """Matrices that are gathered, orthogonalised and sent back together."""
 
     grid: Grid
-    wire: torch.dtype
-    """In which they are gathered: no wider than they are, nor than they are computed in."""
+    message_dtype: torch.dtype
+    """The dtype of gathering: the narrower of their dtype and that of computation."""
     device: torch.device
-    """Where messages travel from, and where matrices are computed; parameters may be offloaded."""
+    """The device of messages and of computation; parameters may be offloaded."""
     owned: Mapping[int, Sequence[Matrix]] = field(default_factory=dict)
-    """By owner, a place in ``grid.flat``."""
+    """Matrices by owner, an index into ``grid.flat``."""
 
     def of(self, copy: int, part: int) -> Sequence[Matrix]:
         """The matrices of one owner."""
         return self.owned.get(copy * self.grid.parts + part, ())
 
     def of_copy(self, copy: int) -> list[Matrix]:
-        """Those of all owners of a copy, in order."""
+        """The matrices of all owners of a copy, in order."""
         return [x for part in range(self.grid.parts) for x in self.of(copy, part)]
 
     @property
-    def mine(self) -> Sequence[Matrix]:
-        """Those that this rank owns."""
+    def owned_here(self) -> Sequence[Matrix]:
+        """The matrices that this rank owns."""
         return self.of(self.grid.copy, self.grid.part)
 
 
 def plan_rounds(
     pieces: Iterable[Piece], grids: Grids, dtype: torch.dtype, steps: int, chunk_bytes: int
 ) -> list[Round]:
-    """What every rank does in a step; all ranks come here, with the same pieces.
+    """The rounds of a step. Collective, with the same pieces on all ranks.
 
     Args:
         pieces: all matrices, in one order.
-        grids: who holds them.
+        grids: the ranks that hold them.
         dtype: in which they are orthogonalised.
-        steps: of Newton-Schulz.
-        chunk_bytes: of whole matrices that an owner holds in a round.
+        steps: number of Newton-Schulz steps.
+        chunk_bytes: limit of whole matrices that an owner holds in a round.
     """
     classes: dict[tuple[Grid, torch.dtype, torch.device], list[Piece]] = {}
     for piece in pieces:
-        wire = min(dtype, piece.of.dtype, key=lambda one: one.itemsize)
-        kind = grids.of(piece.of), wire, message_device(piece.of)
+        message_dtype = min(dtype, piece.of.dtype, key=lambda one: one.itemsize)
+        kind = grids.of(piece.of), message_dtype, message_device(piece.of)
         classes.setdefault(kind, []).append(piece)
     loads: dict[int, int] = {}
     world = World().size
     found: list[Round] = []
-    # Ranks must come to the same owners, and know only of grids that they are in. So first what is on all of
-    # them; and no small grid counts for another one.
-    for (grid, wire, device), some in sorted(
+    # Ranks must agree on owners, but each knows only its own grids. So matrices on all ranks come first, and
+    # the loads of one small grid do not affect another.
+    for (grid, message_dtype, device), some in sorted(
         classes.items(), key=lambda item: -len(item[0][0].flat)
     ):
         matrices = _matrices(some, grid, steps)
@@ -173,22 +173,22 @@ def plan_rounds(
         owners = assign_owners(sizes, grid.flat, loads if len(grid.flat) == world else dict(loads))
         for each in split_into_rounds(sizes, owners, chunk_bytes):
             owned = {owner: [matrices[at] for at in places] for owner, places in each.items()}
-            found.append(Round(grid, wire, device, owned))
+            found.append(Round(grid, message_dtype, device, owned))
     return found
 
 
 def message_device(x: torch.Tensor) -> torch.device:
-    """Where messages of a parameter travel from."""
+    """The device of messages with a parameter."""
     if not isinstance(x, DTensor) or x.device_mesh.device_type == x.device.type:
         return x.device
     return torch.device(x.device_mesh.device_type)
 
 
 def _matrices(pieces: Sequence[Piece], grid: Grid, steps: int) -> list[Matrix]:
-    """With the parts of all ranks that hold this copy, who tell each other."""
-    own = [piece.own_part() for piece in pieces]
-    told = [own] if grid.parts_group is None else gather_lists(own, grid.parts_group)
-    by_part = [told[grid.part_at.index(part)] for part in range(grid.parts)]
+    """Matrices with the parts of all ranks that hold this copy, which the ranks exchange."""
+    own = [piece.local_block() for piece in pieces]
+    every = gather_objects(own, grid.parts_group)
+    by_part = [every[grid.part_at.index(part)] for part in range(grid.parts)]
     return [
         Matrix(piece, tuple(of_part[at] for of_part in by_part), _flops(piece, steps))
         for at, piece in enumerate(pieces)
@@ -200,7 +200,7 @@ def _flops(piece: Piece, steps: int) -> int:
 
 
 def flops_of_ranks(every: Iterable[Round]) -> dict[int, int]:
-    """Of orthogonalising, by global rank."""
+    """FLOPs of orthogonalisation by global rank."""
     found: dict[int, int] = {}
     for each in every:
         for place, rank in enumerate(each.grid.flat):
@@ -210,9 +210,10 @@ def flops_of_ranks(every: Iterable[Round]) -> dict[int, int]:
 
 
 def sent_bytes_of_ranks(every: Iterable[Round], dtype: torch.dtype) -> dict[int, int]:
-    """What each rank sends in a step, by global rank: parts to owners, results to all that hold a part.
+    """Bytes that each rank sends in a step, by global rank: parts to owners, results to all holders of a
+    part.
 
-    A broadcast to c copies counts as c - 1 messages of who has the result.
+    A broadcast to c copies counts as c - 1 messages of its source.
     """
     found: dict[int, int] = {}
     for each in every:
@@ -224,6 +225,6 @@ def sent_bytes_of_ranks(every: Iterable[Round], dtype: torch.dtype) -> dict[int,
             gathered -= sum(x.parts[part].numel for x in own)
             scattered = sum(x.numel - x.parts[part].numel for x in own)
             copied = sum(x.parts[part].numel for x in each.of_copy(copy)) * (grid.copies - 1)
-            sent = gathered * each.wire.itemsize + (scattered + copied) * dtype.itemsize
+            sent = gathered * each.message_dtype.itemsize + (scattered + copied) * dtype.itemsize
             found[rank] = found.get(rank, 0) + sent
     return found

@@ -1,1 +1,3 @@
-"""The doctor: a model's step on one process and context parallel, compared, and what makes them differ."""
+"""The doctor: compares a model's step on one process with the context-parallel one, and finds the cause of a
+difference.
+"""

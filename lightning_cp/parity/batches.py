@@ -1,4 +1,4 @@
-"""The beginning of a batch: as many tokens as can be run on one device, read as the whole batch is."""
+"""Variants of a batch: a window that one device can run, and the same tokens without padding or documents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_cp.batch import BatchRules, WholeBatch, completed, read_batch
+from lightning_cp.batch import BatchRules, WholeBatch, add_positions_and_targets, read_batch
 from lightning_cp.batch.declarations import SEGMENTS, has_boundaries
 from lightning_cp.batch.tracked_batch import TARGETS
 from lightning_cp.models.hf.labels import is_same_labels
@@ -21,16 +21,16 @@ from lightning_cp.utils.labels import IGNORED_LABEL
 from lightning_cp.utils.module_hooks import add_hook
 
 
-def prefix_of(batch: Any, rules: BatchRules, tokens: int, divisor: int) -> Any:
-    """A window of the batch's sequence, in all rows; the batch itself where it is short enough.
+def batch_window(batch: Any, rules: BatchRules, tokens: int, divisor: int) -> Any:
+    """A window of the batch's sequence, in all rows; the batch itself if it is short enough.
 
-    It is the first window that holds targets: a prompt without any would compare a loss of nothing.
+    It is the first window that holds targets: without any, the loss would be that of nothing.
 
     Args:
         batch: the whole batch.
-        rules: how it is read.
+        rules: the rules for reading it.
         tokens: of all rows together.
-        divisor: tokens that a row has at least, so that each rank has some.
+        divisor: the least number of tokens of a row, so that each rank has some.
 
     Raises:
         ConfigError: a batch that cannot be read.
@@ -39,28 +39,32 @@ def prefix_of(batch: Any, rules: BatchRules, tokens: int, divisor: int) -> Any:
     whole = read_batch(batch, rules, needs_labels=False)
     length = max(tokens // max(1, whole.rows), divisor)
     if not rules.padding:
-        length = _as_divisible(length, whole.seq_len, divisor)
+        length = _divisible_length(length, whole.seq_len, divisor)
     if length >= whole.seq_len:
         return batch
     start = _first_with_targets(whole, length)
     return map_tensors(batch, lambda name, x: _cut(name, x, whole, start, length))
 
 
-def _as_divisible(length: int, seq_len: int, divisor: int) -> int:
-    """At most ``length``, and a multiple of as much as the whole is one of: nothing may be padded."""
-    unit = math.gcd(seq_len, divisor * MOST)
+def _divisible_length(length: int, seq_len: int, divisor: int) -> int:
+    """The largest length up to ``length`` that shares the divisors of the whole, so that nothing is
+    padded.
+    """
+    unit = math.gcd(seq_len, divisor * MAX_CHUNKS)
     while unit > length and unit % 2 == 0:
         unit //= 2
     shorter = length // unit * unit
     return shorter if shorter >= divisor else length
 
 
-MOST = 64
-"""Chunks that a rank's tokens are made of, at most."""
+MAX_CHUNKS = 64
+"""The largest number of chunks of a rank's tokens."""
 
 
 def _first_with_targets(whole: WholeBatch, length: int) -> int:
-    """Where the window begins: multiples of its length, and where none has a target, at 0."""
+    """Start of the window: the first multiple of its length with a target in the window; 0 if there is
+    none.
+    """
     if whole.aligned_labels is None:
         return 0
     targets = (whole.aligned_labels != IGNORED_LABEL).movedim(whole.label_dim, -1)
@@ -80,7 +84,7 @@ def _cut(name: str, x: torch.Tensor, whole: WholeBatch, start: int, length: int)
 
 
 def _boundaries(x: torch.Tensor, start: int, length: int) -> torch.Tensor:
-    """Those of documents within the window, for each line [documents + 1]."""
+    """Boundaries of documents within the window, for each row [documents + 1]."""
     lines = [line - start for line in x.reshape(-1, x.shape[-1])]
     inside = [line.clamp(0, length) for line in lines]
     if x.dim() == 1:
@@ -105,7 +109,7 @@ def without_documents(batch: Any, rules: BatchRules) -> Any | None:
 
 
 def without_padding(batch: Any) -> Any | None:
-    """The same tokens, none of them padding; ``None`` if none is."""
+    """The same tokens without padding; ``None`` if there is none."""
     mask = batch.get("attention_mask") if isinstance(batch, dict) else None
     if not isinstance(mask, torch.Tensor) or bool(mask.all()):
         return None
@@ -113,7 +117,7 @@ def without_padding(batch: Any) -> Any | None:
 
 
 def with_another_first_token(batch: Any, rules: BatchRules) -> Any:
-    """The same batch, but for what its first token is: what else changes in a model looks at it.
+    """The same batch with another first token: a model whose later outputs change uses other tokens.
 
     Labels, positions, masks and documents stay.
     """
@@ -128,38 +132,42 @@ def with_another_first_token(batch: Any, rules: BatchRules) -> Any:
         first = changed.narrow(whole.dims[name], 0, 1)
         if x.is_floating_point():
             first.mul_(-1).add_(1)
-        else:  # an id that there is
+        else:  # an id that occurs
             first.copy_(torch.where(first == x.amax(), x.amin(), x.amax()))
         return changed
 
     return map_tensors(batch, visit)
 
 
-# A batch as one process is given it.
+# A batch as one process receives it.
 
 
-def copied(batch: Any) -> Any:
-    """A batch that a step may change: others are given the same."""
+def copy_batch(batch: Any) -> Any:
+    """A copy of a batch that a step may change."""
     return map_tensors(batch, lambda _, x: x.clone())
 
 
-def as_one_process_has_it(batch: Any, rules: BatchRules) -> Any:
-    """A copy, with the positions and targets that a shard of it would have."""
-    return copied(completed(batch, rules))
+def complete_batch(batch: Any, rules: BatchRules) -> Any:
+    """A copy with the positions and targets that a shard of it would have."""
+    return copy_batch(add_positions_and_targets(batch, rules))
 
 
 @contextmanager
-def shifting_by_themselves(model: nn.Module, batch: Any, given: Any) -> Iterator[None]:
-    """Within: Hugging Face models that are called with labels and our targets shift the labels themselves.
+def models_shift_labels(model: nn.Module, batch: Any, step_batch: Any) -> Iterator[None]:
+    """Within the block, Hugging Face models shift labels themselves, when called with labels and our targets.
 
-    What one process is compared with is the model's own; a step may pass all of its batch on.
+    The reference is the model's own loss; a step may pass its whole batch to the model.
 
     Args:
-        model: that has them inside.
-        batch: may have targets of its own, which are taken.
-        given: what the step is given instead.
+        model: contains the Hugging Face models.
+        batch: if it has targets of its own, those are used.
+        step_batch: the batch that the step receives.
     """
-    ours = given[TARGETS].clone() if _has_targets(given) and not _has_targets(batch) else None
+    ours = (
+        step_batch[TARGETS].clone()
+        if _has_targets(step_batch) and not _has_targets(batch)
+        else None
+    )
 
     def leave_out(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         targets = kwargs.get(TARGETS)

@@ -1,4 +1,4 @@
-"""Two passes of one step, compared: relative errors that are the same on every rank."""
+"""Comparison of two passes of one step, by relative errors that are the same on every rank."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from lightning_cp.layout.axes import Flat
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.parity.passes import Event, LocalTokens, StepPass
 
-# Numbers of all ranks, and what they are in proportion.
+# Numbers over all ranks, and their ratios.
 
 
 def largest(value: float, mesh: ContextParallelMesh) -> float:
-    """Of what all ranks have."""
+    """The largest value of all ranks."""
     own = torch.tensor([value], dtype=torch.float64)
     return float(all_max(own, mesh.control_group(Flat.LOSS)))
 
 
 def ratio(square: float, of: float) -> float:
-    """The root of two sums of squares; infinite where it is no number."""
+    """The root of the ratio of two sums of squares; infinite if it is not a number."""
     if square == 0.0:
         return 0.0
     ratio = (square / of) ** 0.5 if of else float("inf")
@@ -33,30 +33,30 @@ def ratio(square: float, of: float) -> float:
 
 
 FLOOR = 1e-3
-"""Of a gradient's size, over that of an average parameter: smaller ones are compared with this."""
+"""Least size of a gradient, relative to an average parameter's; smaller gradients are compared with it."""
 
 
 @dataclass(frozen=True)
 class GradientErrors:
-    """Of all parameters, the same on every rank."""
+    """Errors of all parameters' gradients; the same on every rank."""
 
     by_name: dict[str, float]
-    """Relative."""
+    """Relative error by name."""
     factor: float
-    """What one process's are multiplied by, at best."""
+    """The best single factor from one process's gradients to these."""
     residual: float
-    """What is left then, relative."""
+    """The relative error that remains with this factor."""
 
 
 def gradient_errors(
-    alone: StepPass, parallel: StepPass, mesh: ContextParallelMesh
+    single: StepPass, parallel: StepPass, mesh: ContextParallelMesh
 ) -> GradientErrors:
     """Sums over ranks count a replicated gradient several times, in numerator and denominator alike."""
-    names = sorted(alone.gradients.keys() | parallel.gradients.keys())
-    unit = largest(max((_size(x) for x in alone.gradients.values()), default=0.0), mesh) or 1.0
+    names = sorted(single.gradients.keys() | parallel.gradients.keys())
+    unit = largest(max((_size(x) for x in single.gradients.values()), default=0.0), mesh) or 1.0
     sums = torch.zeros(len(names), 5, dtype=torch.float64)
     for at, name in enumerate(names):
-        sums[at] = _sums(alone.gradients.get(name), parallel.gradients.get(name), unit)
+        sums[at] = _sums(single.gradients.get(name), parallel.gradients.get(name), unit)
     found = all_sum(sums, mesh.control_group(Flat.LOSS))
     difference, reference, own, product, count = found.unbind(1)
     mean = float(reference.sum() / count.sum().clamp(min=1))
@@ -75,14 +75,14 @@ def _size(x: torch.Tensor) -> float:
     return float(x.abs().max()) if x.numel() else 0.0
 
 
-def _sums(alone: torch.Tensor | None, parallel: torch.Tensor | None, unit: float) -> torch.Tensor:
-    """|p - a|^2, |a|^2, |p|^2, a p, and how many numbers; a gradient that is not there is zeros.
+def _sums(single: torch.Tensor | None, parallel: torch.Tensor | None, unit: float) -> torch.Tensor:
+    """Sums of |p - a|^2, |a|^2, |p|^2, a p, and the number of elements; a missing gradient counts as zeros.
 
-    In squares of ``unit``, the largest number of all, so that none of them overflows.
+    In units of ``unit`` squared, the largest absolute value, so that none of them overflows.
     """
-    given = alone if alone is not None else parallel
+    given = single if single is not None else parallel
     assert given is not None
-    a = torch.zeros_like(given).double() if alone is None else alone.double() / unit
+    a = torch.zeros_like(given).double() if single is None else single.double() / unit
     p = torch.zeros_like(given).double() if parallel is None else parallel.double() / unit
     return torch.stack(
         [
@@ -95,10 +95,10 @@ def _sums(alone: torch.Tensor | None, parallel: torch.Tensor | None, unit: float
     ).cpu()
 
 
-# The distance that two ways of computing the same may have, by the dtype that they compute in.
+# Tolerances between two computations of the same step, by their dtype.
 #
-# Errors are relative norms, ``|a - b| / |b|``, of the whole tensor. In exact arithmetic both ways are
-# equal; what is allowed is rounding, which grows with depth: several times what healthy models show
+# Errors are relative norms, ``|a - b| / |b|``, of the whole tensor. In exact arithmetic both are equal; the
+# tolerance is for rounding, which grows with depth: several times the error of healthy models
 # (``docs/doctor.md``).
 
 
@@ -113,7 +113,7 @@ class Tolerance:
 
 
 TOLERANCES = {
-    # Models that are float64 have norms, rotary rows and losses in float32 all the same.
+    # Float64 models still have norms, rotary rows and losses in float32.
     torch.float64: Tolerance("float64", 1e-5, 1e-5, 1e-4),
     torch.float32: Tolerance("float32", 1e-4, 1e-3, 2e-3),
     torch.float16: Tolerance("float16", 5e-3, 2e-2, 5e-2),
@@ -122,10 +122,10 @@ TOLERANCES = {
 
 
 def tolerance_of(dtypes: Iterable[torch.dtype]) -> Tolerance:
-    """That of the coarsest dtype.
+    """The tolerance of the coarsest dtype.
 
     Args:
-        dtypes: of parameters, of autocast where that is on, and half precision that a step computes in.
+        dtypes: of parameters, of autocast if on, and half precision that a step computes in.
     """
     coarsest = max(
         (dtype for dtype in dtypes if dtype.is_floating_point),
@@ -135,19 +135,19 @@ def tolerance_of(dtypes: Iterable[torch.dtype]) -> Tolerance:
     return TOLERANCES.get(coarsest, TOLERANCES[torch.bfloat16])
 
 
-def half_of(dtypes: Iterable[torch.dtype]) -> set[torch.dtype]:
-    """Those below float32, whose rounding a float64 model's tolerance does not allow for."""
+def half_dtypes(dtypes: Iterable[torch.dtype]) -> set[torch.dtype]:
+    """The dtypes below float32, for which a float64 model's tolerance is too small."""
     limit = torch.finfo(torch.float32).eps
     return {x for x in dtypes if x.is_floating_point and torch.finfo(x).eps > limit}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one tensor."""
+    """The difference of one tensor."""
 
     name: str
     error: float
-    """Relative; infinite where only one pass has it, or one is not finite."""
+    """Relative; infinite where only one pass has the tensor, or one is not finite."""
     tolerance: float
 
     @property
@@ -157,24 +157,24 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of a context-parallel pass with one on one process; the same on every rank."""
+    """A context-parallel pass compared with one process; the same on every rank."""
 
     loss: Difference
     logits: Difference | None
-    """``None``: no module's output was seen that is along the sequence."""
+    """``None`` if no module had an output along the sequence."""
     gradients: tuple[Difference, ...]
-    """The largest in proportion first."""
+    """Sorted by error relative to tolerance, largest first."""
     factor: float
-    """What one process's gradients are multiplied by, at best."""
+    """The best single factor from one process's gradients to these."""
     residual: float
-    """What is left then, relative."""
+    """The relative error that remains with this factor."""
     spread: float
-    """How far one process's losses are apart on ranks that share a sample, relative."""
+    """Relative spread of one process's losses over ranks that share a sample."""
     first_rank: float
-    """The error of logits on the first rank of each group alone."""
+    """Error of the logits on the first rank of each group."""
     tolerance: Tolerance
     documents_isolated: bool = False
-    """One process would not isolate the documents of the batch, and was made to."""
+    """True if one process was made to isolate the batch's documents, which the model alone would not."""
 
     @property
     def is_fault(self) -> bool:
@@ -183,67 +183,70 @@ class Comparison:
 
     @property
     def is_spread(self) -> bool:
-        """Ranks that share a sample do not have one process's loss alike."""
+        """True if ranks that share a sample computed different losses for one process."""
         return self.spread > self.tolerance.loss
 
     @property
     def worst(self) -> Difference:
-        """That which is the furthest beyond its tolerance, or the nearest to it."""
+        """The difference with the largest ratio of error to tolerance."""
         every = [self.loss, *self.gradients, *([self.logits] if self.logits else [])]
         return max(every, key=lambda one: one.error / one.tolerance)
 
 
 def compare(
-    alone: StepPass, parallel: StepPass, mesh: ContextParallelMesh, tolerance: Tolerance
+    single: StepPass, parallel: StepPass, mesh: ContextParallelMesh, tolerance: Tolerance
 ) -> Comparison:
-    """Compare what ranks hold; all of the ``loss`` group come here together."""
+    """Compare what ranks hold. Collective over the ``loss`` group."""
     assert parallel.part is not None
-    errors = gradient_errors(alone, parallel, mesh)
+    errors = gradient_errors(single, parallel, mesh)
     gradients = tuple(
         Difference(name, error, tolerance.gradient) for name, error in errors.by_name.items()
     )
-    logits = logits_of(alone.events, parallel.events, parallel.part)
+    logits = find_logits(single.events, parallel.events, parallel.part)
     shared = _relative_norms([logits], mesh)[0] if _anywhere(logits, mesh) else None
     first = logits if parallel.part.cp_rank == 0 else None
     return Comparison(
-        loss=Difference("loss", _loss_error(alone, parallel, mesh), tolerance.loss),
+        loss=Difference("loss", _loss_error(single, parallel, mesh), tolerance.loss),
         logits=None if shared is None else Difference("logits", shared, tolerance.logits),
-        # As they are shown: of equals the one that the model has first.
+        # In their order in the table: of equal ones the model's first.
         gradients=tuple(sorted(gradients, key=lambda one: -float(f"{one.error:.1e}"))),
         factor=errors.factor,
         residual=errors.residual,
-        spread=_spread(alone, mesh),
+        spread=_spread(single, mesh),
         first_rank=_relative_norms([first], mesh)[0],
         tolerance=tolerance,
-        documents_isolated=bool(largest(float(alone.documents_isolated), mesh)),
+        documents_isolated=bool(largest(float(single.documents_isolated), mesh)),
     )
 
 
 @dataclass(frozen=True)
 class TokenGradients:
-    """Those at the last output, compared with one process's: each token's has a direction, and a factor."""
+    """Gradients of each token at the last output, compared with one process's by direction and factor."""
 
     most_agree: bool
-    """But for one factor of a rank."""
+    """True if most tokens agree, up to one factor per rank."""
     all_along: bool
-    """Every token's is a multiple of one process's."""
+    """True if the gradient of every token is a multiple of one process's."""
     one_factor: bool
-    """That of all tokens is the same, or differs between ranks as their numbers of targets do."""
+    """True if the factor is the same for all tokens, or differs between ranks as their numbers of
+    targets do.
+    """
     of_other_tokens: bool = False
-    """Factors are those of a mean over other tokens than the ones with targets, by which a rank's loss is
-    weighed."""
+    """True if the factors are those of a mean over other tokens than the ones with targets, which weight a
+    rank's loss.
+    """
 
 
 def token_gradients(
-    alone: StepPass, parallel: StepPass, mesh: ContextParallelMesh, tolerance: Tolerance
+    single: StepPass, parallel: StepPass, mesh: ContextParallelMesh, tolerance: Tolerance
 ) -> TokenGradients | None:
-    """Compare those of all ranks.
+    """Compare the token gradients of all ranks.
 
     Returns:
         ``None`` if there is no such output on some rank.
     """
     assert parallel.part is not None
-    a, p = alone.at_output, parallel.at_output
+    a, p = single.at_output, parallel.at_output
     pair = None if a is None or p is None else parallel.part.by_token(a, p)
     if largest(float(pair is None), mesh):
         return None
@@ -253,10 +256,10 @@ def token_gradients(
     extra = bool((own[~kept] != 0).any())
     whole, own = whole[kept], own[kept]
     factors = ((own * whole).sum(-1) / whole.square().sum(-1))[:, None]
-    # The median token's, as those at seams have another target or none.
+    # The median token's factor, since tokens at seams have another target or none.
     factor = factors.median() if len(factors) else factors.sum()
-    along = _apart(own, factors * whole) <= tolerance.gradient
-    equal = _apart(own, factor * whole) <= tolerance.gradient
+    along = _relative_distance(own, factors * whole) <= tolerance.gradient
+    equal = _relative_distance(own, factor * whole) <= tolerance.gradient
     most = not len(equal) or bool(equal.double().median())
     told = (most, bool(along.all()) and not extra, bool(equal.all()))
     most, along_all, equal_all = (not largest(float(not one), mesh) for one in told)
@@ -270,36 +273,36 @@ def token_gradients(
 def _is_of_other_tokens(
     factor: float | None, share: float, mesh: ContextParallelMesh, tolerance: Tolerance
 ) -> bool:
-    """True if ranks' shares of what a mean counts, as far as their factors tell, add up to 1.
+    """True if ranks' shares of a mean's count, estimated from their factors, add up to 1.
 
-    A rank's mean over k tokens of K is weighed by its share of the targets, and should be by k / K.
+    A rank's mean over k tokens of K has the weight of its share of the targets, where k / K would be right.
     """
     known = factor is not None and factor > 0 and share > 0
     size = mesh.cp_size
     told = torch.tensor([share * size / factor if known and factor else float("inf")])
     total = float(all_sum(told.double(), mesh.control_group(Flat.CP)))
-    # Of one process's gradients, which are averaged over ranks.
+    # Relative to one process's gradients, which are averaged over ranks.
     return not largest(float(not abs(total - 1) <= size * tolerance.gradient), mesh)
 
 
 def _is_same(value: float | None, mesh: ContextParallelMesh, tolerance: Tolerance) -> bool:
-    """On all ranks that have one."""
+    """True if the value is the same on all ranks that have one."""
     high = largest(-float("inf") if value is None else value, mesh)
     low = -largest(-float("inf") if value is None else -value, mesh)
     return high - low <= tolerance.gradient * abs(high)
 
 
-def _apart(own: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """Of each token, relative; 1 where there is nothing."""
+def _relative_distance(own: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Relative difference per token; 1 where one process has none."""
     return ((own - want).norm(dim=-1) / want.norm(dim=-1)).nan_to_num(1.0)
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""A whole tensor's part, and this rank's own."""
+"""This rank's slice of a whole tensor, and its own tensor."""
 
 
-def allowing(found: Comparison, rounded: Comparison) -> Comparison:
-    """The same differences, each allowed as far as rounding alone moves that tensor in one process."""
+def allow_rounding(found: Comparison, rounded: Comparison) -> Comparison:
+    """The same differences, with tolerances raised to the effect of rounding alone in one process."""
     moved = {one.name: MARGIN * one.error for one in rounded.gradients}
 
     def allowed(one: Difference, by: float) -> Difference:
@@ -317,40 +320,43 @@ def allowing(found: Comparison, rounded: Comparison) -> Comparison:
 
 
 MARGIN = 2
-"""Times what one draw of other rounding does."""
+"""Factor on the effect of one draw of other rounding."""
 
 
-def logits_of(alone: Sequence[Event], parallel: Sequence[Event], part: LocalTokens) -> Pair | None:
-    """Of the last module whose output runs along the sequence and has several numbers a token; of those
-    that train, if any does."""
-    known = {event.key: event for event in alone}
+def find_logits(
+    single: Sequence[Event], parallel: Sequence[Event], part: LocalTokens
+) -> Pair | None:
+    """The output of the last module with several numbers per token along the sequence; of trained modules
+    first.
+    """
+    known = {event.key: event for event in single}
     outputs = [event for event in reversed(parallel) if event.kind == "output"]
     for event in sorted(outputs, key=lambda event: not event.trains):
-        pair = pair_of(known, event, part)
+        pair = event_pair(known, event, part)
         if pair is not None and event.tensor is not None and event.tensor.dim() > 2:
             return pair
     return None
 
 
-def pair_of(
+def event_pair(
     known: dict[tuple[str, str, int], Event], event: Event, part: LocalTokens
 ) -> Pair | None:
-    """The two tensors of an event, where they are parts of one floating-point tensor."""
+    """Both tensors of an event, if they are slices of one floating-point tensor."""
     other = known.get(event.key)
     if other is None or other.tensor is None or event.tensor is None:
         return None
     if not (event.tensor.is_floating_point() and other.tensor.is_floating_point()):
         return None
-    return part.of_whole(other.tensor, event.tensor)
+    return part.real_values(other.tensor, event.tensor)
 
 
 def first_deviation(
-    alone: StepPass, parallel: StepPass, mesh: ContextParallelMesh, tolerance: Tolerance
+    single: StepPass, parallel: StepPass, mesh: ContextParallelMesh, tolerance: Tolerance
 ) -> Event | None:
-    """The first event whose tensor is another one on some rank; all ranks have the same events."""
+    """The first event whose tensor differs on some rank; all ranks return the same."""
     assert parallel.part is not None
-    known = {event.key: event for event in alone.events}
-    pairs = [pair_of(known, event, parallel.part) for event in parallel.events]
+    known = {event.key: event for event in single.events}
+    pairs = [event_pair(known, event, parallel.part) for event in parallel.events]
     errors = _relative_norms(pairs, mesh)
     for event, error in zip(parallel.events, errors, strict=True):
         if not error <= tolerance.logits:
@@ -359,7 +365,7 @@ def first_deviation(
 
 
 def _relative_norms(pairs: Sequence[Pair | None], mesh: ContextParallelMesh) -> list[float]:
-    """Over all ranks, |own - whole| / |whole| of each; ranks may have had more calls than others."""
+    """|own - whole| / |whole| of each pair over all ranks; some ranks may have more calls than others."""
     most = int(largest(float(len(pairs)), mesh))
     sums = torch.zeros(most, 2, dtype=torch.float64)
     for at, pair in enumerate(pairs):
@@ -374,16 +380,16 @@ def _anywhere(pair: Pair | None, mesh: ContextParallelMesh) -> bool:
     return bool(largest(float(pair is not None), mesh))
 
 
-def _loss_error(alone: StepPass, parallel: StepPass, mesh: ContextParallelMesh) -> float:
-    """The largest of all groups."""
-    a, b = float(parallel.loss), float(alone.loss)
+def _loss_error(single: StepPass, parallel: StepPass, mesh: ContextParallelMesh) -> float:
+    """The largest relative error of the loss over groups."""
+    a, b = float(parallel.loss), float(single.loss)
     own = 0.0 if a == b else abs(a - b) / abs(b) if b else float("inf")
     return largest(own if own == own else float("inf"), mesh)
 
 
-def _spread(alone: StepPass, mesh: ContextParallelMesh) -> float:
-    """Between ranks that share a sample; the largest of all groups."""
-    own, group = alone.loss.double().cpu().reshape(1), mesh.control_group(Flat.CP)
+def _spread(single: StepPass, mesh: ContextParallelMesh) -> float:
+    """The largest spread between ranks that share a sample, over groups."""
+    own, group = single.loss.double().cpu().reshape(1), mesh.control_group(Flat.CP)
     high, low = float(all_max(own, group)), -float(all_max(-own, group))
     apart = (high - low) / max(abs(high), abs(low)) if high != low else 0.0
     return largest(apart if apart == apart else float("inf"), mesh)

@@ -1,4 +1,4 @@
-"""The likely cause of a difference, from where it begins and from what makes it go away."""
+"""The likely cause of a difference, from its first tensor and from experiments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_cp.parity.passes import Event
 
 
 class Cause(Enum):
-    """Known reasons for ranks to compute something else than one process."""
+    """Known reasons for which ranks compute other values than one process."""
 
     DIFFERENT_DATA = "different data inside the cp group"
     UNSCALED_LOSS = "unscaled loss"
@@ -82,13 +82,15 @@ REMEDY = {
 
 @dataclass(frozen=True)
 class Beginning:
-    """Where the context-parallel forward leaves the other one."""
+    """The first tensor at which the context-parallel forward differs."""
 
     event: Event
     behind_attention: bool
-    """An attention call lies between the last tensor that agrees and this one."""
+    """True if an attention call lies between the last equal tensor and this one."""
     other_tokens_matter: bool | None
-    """Another first token changes it at other tokens, with no attention before; ``None``: not known."""
+    """True if another first token changes it at other tokens, with no attention before; ``None`` if
+    unknown.
+    """
 
     def __str__(self) -> str:
         event = self.event
@@ -105,33 +107,33 @@ class Evidence:
     base: Comparison
     beginning: Beginning | None
     experiments: Mapping[str, Comparison | str]
-    """By name; a text says why one could not be made."""
+    """Results by name; a text is the reason why one could not be made."""
     positions_ignored: bool
     tokens: TokenGradients | None = None
-    """``None``: not known."""
+    """``None`` if unknown."""
     other_counts: str | None = None
-    """Both numbers of each rank, where a loss counted other targets than its rank is weighted by."""
+    """Both numbers of each rank, if a loss counted other targets than those of its rank's weight."""
     beside_other_terms: bool = False
-    """The loss has means over targets, and another term."""
+    """True if the loss has means over targets, and another term."""
     counts_rows: bool = False
-    """These targets are as many as the batch has rows, on every rank."""
+    """True if the counted targets are as many as the batch's rows, on every rank."""
 
     @property
     def seams_alone(self) -> bool:
-        """Gradients at the last output are right but for those of a few tokens, as at a rank's last one."""
+        """True if gradients at the last output are wrong only at a few tokens, such as a rank's last one."""
         return self.tokens is not None and self.tokens.most_agree and not self.tokens.all_along
 
     def cures(self, name: str) -> bool:
-        """True if the difference is gone in that experiment."""
-        found = self.experiments.get(name)
-        return isinstance(found, Comparison) and not found.is_fault
+        """True if the experiment removes the difference."""
+        result = self.experiments.get(name)
+        return isinstance(result, Comparison) and not result.is_fault
 
     def cures_logits(self, name: str) -> bool:
-        """The same, of the forward alone."""
-        found = self.experiments.get(name)
-        if not isinstance(found, Comparison):
+        """True if the experiment removes the difference of the logits."""
+        result = self.experiments.get(name)
+        if not isinstance(result, Comparison):
             return False
-        return found.logits is not None and not found.logits.is_fault
+        return result.logits is not None and not result.logits.is_fault
 
 
 NO_PACKING, NO_PADDING, PLAIN_LOSS = "no packing", "no padding", "plain loss"
@@ -144,84 +146,84 @@ class Diagnosis:
     """The most likely cause."""
 
     cause: Cause
-    because: str
-    besides: str | None = None
-    """Another finding, which the cause does not explain."""
+    reason: str
+    second_finding: str | None = None
+    """Another finding that the cause does not explain."""
 
 
-def diagnose(found: Evidence) -> Diagnosis:
-    """The cause that explains all that was found; never a guess."""
-    likely = _cause_of(found)
-    of_counts = found.other_counts is not None and found.other_counts in likely.because
+def diagnose(evidence: Evidence) -> Diagnosis:
+    """The cause that explains all findings."""
+    likely = _cause_of(evidence)
+    of_counts = evidence.other_counts is not None and evidence.other_counts in likely.reason
     if of_counts or likely.cause in (Cause.OTHER_TARGETS, Cause.LOCAL_LABELS):
         return likely
-    return replace(likely, besides=found.other_counts)
+    return replace(likely, second_finding=evidence.other_counts)
 
 
-def _cause_of(found: Evidence) -> Diagnosis:
-    base = found.base
+def _cause_of(evidence: Evidence) -> Diagnosis:
+    base = evidence.base
     if base.is_spread:
         return Diagnosis(
             Cause.DIFFERENT_DATA,
             f"the same batch, whole on every rank, has losses that are {base.spread:.1e} apart on the ranks "
             "of a group",
         )
-    if found.beginning is None and found.other_counts is not None:
-        return _of_counts(found, found.other_counts)
-    if found.cures(EVALUATION):
-        where = f"; the difference begins {found.beginning}" if found.beginning else ""
+    if evidence.beginning is None and evidence.other_counts is not None:
+        return _count_cause(evidence, evidence.other_counts)
+    if evidence.cures(EVALUATION):
+        where = f"; the difference begins {evidence.beginning}" if evidence.beginning else ""
         return Diagnosis(Cause.TRAINING_ONLY, f"in evaluation mode both agree{where}")
-    if found.beginning is not None:
-        return _of_the_forward(found, found.beginning)
-    return _of_the_loss(found)
+    if evidence.beginning is not None:
+        return _forward_cause(evidence, evidence.beginning)
+    return _loss_cause(evidence)
 
 
-def _of_counts(found: Evidence, counts: str) -> Diagnosis:
-    """The logits agree, and a loss counted other targets than the labels."""
-    if found.seams_alone and found.cures(PLAIN_LOSS):
+def _count_cause(evidence: Evidence, counts: str) -> Diagnosis:
+    """The cause if the logits agree, and a loss counted other targets than the labels."""
+    if evidence.seams_alone and evidence.cures(PLAIN_LOSS):
         what = "logits agree, and with a loss that takes no labels gradients do too"
         return Diagnosis(Cause.LOCAL_LABELS, f"{what}; {counts}")
-    if found.counts_rows and found.tokens is not None and not found.tokens.all_along:
+    if evidence.counts_rows and evidence.tokens is not None and not evidence.tokens.all_along:
         what = "logits agree, and a loss has a target for each row, of which a rank has a part"
         return Diagnosis(Cause.OF_SEQUENCES, f"{what}; {counts}")
     return Diagnosis(Cause.OTHER_TARGETS, f"logits agree, and {counts}")
 
 
-def _of_the_loss(found: Evidence) -> Diagnosis:
-    """Everything that modules put out agrees."""
-    base = found.base
+def _loss_cause(evidence: Evidence) -> Diagnosis:
+    """The cause if all outputs of modules agree."""
+    base = evidence.base
     off = abs(base.factor - 1.0)
     if base.residual <= 2 * base.tolerance.gradient and off > base.tolerance.gradient:
         return Diagnosis(
             Cause.UNSCALED_LOSS,
             f"logits agree, and all gradients are {base.factor:.4g} times those of one process",
         )
-    if found.tokens is not None and found.tokens.all_along:
-        return _of_factors(found.tokens)
-    if found.cures(PLAIN_LOSS) and found.beside_other_terms:
+    if evidence.tokens is not None and evidence.tokens.all_along:
+        return _factor_cause(evidence.tokens)
+    if evidence.cures(PLAIN_LOSS) and evidence.beside_other_terms:
         return Diagnosis(
             Cause.NO_MEAN,
             "logits agree, and with their mean square for a loss gradients do too; the step's own loss has "
             "a mean over as many targets as the labels have, and it has another term",
         )
-    if found.cures(PLAIN_LOSS) and (found.tokens is None or found.tokens.most_agree):
+    if evidence.cures(PLAIN_LOSS) and (evidence.tokens is None or evidence.tokens.most_agree):
         return Diagnosis(
             Cause.LOCAL_LABELS,
             "logits agree, and with a loss that takes no labels gradients do too",
         )
-    if found.cures(PLAIN_LOSS):
+    if evidence.cures(PLAIN_LOSS):
         return Diagnosis(
             Cause.NO_MEAN,
             "logits agree, with their mean square for a loss gradients do too, and with the step's own loss "
             "those of most tokens differ, not of a rank's last ones alone",
         )
-    tried = isinstance(found.experiments.get(PLAIN_LOSS), Comparison)
+    tried = isinstance(evidence.experiments.get(PLAIN_LOSS), Comparison)
     also = ", with a plain loss neither" if tried else "; no other loss could be tried"
     return Diagnosis(Cause.UNKNOWN, f"logits agree, and gradients do not{also}")
 
 
-def _of_factors(tokens: TokenGradients) -> Diagnosis:
-    """Every token's gradient points where it should."""
+def _factor_cause(tokens: TokenGradients) -> Diagnosis:
+    """The cause if every token's gradient has the right direction."""
     what = "logits agree, and the gradient of each token's is one process's times a factor"
     if tokens.of_other_tokens:
         by = "as the mean over other tokens than those with labels has it"
@@ -232,18 +234,18 @@ def _of_factors(tokens: TokenGradients) -> Diagnosis:
     return Diagnosis(Cause.OF_SEQUENCES, f"{what}, another one for each rank or row")
 
 
-def _of_the_forward(found: Evidence, beginning: Beginning) -> Diagnosis:
+def _forward_cause(evidence: Evidence, beginning: Beginning) -> Diagnosis:
     where = f"the difference begins {beginning}"
     if beginning.behind_attention:
-        if found.cures_logits(NO_PACKING):
+        if evidence.cures_logits(NO_PACKING):
             return Diagnosis(
                 Cause.CROSS_DOCUMENT, f"{where}, behind attention, and is gone without documents"
             )
-        contiguous = found.experiments.get(CONTIGUOUS)
+        contiguous = evidence.experiments.get(CONTIGUOUS)
         first = isinstance(contiguous, Comparison) and (
             contiguous.first_rank <= contiguous.tolerance.logits
         )
-        if first and found.positions_ignored:
+        if first and evidence.positions_ignored:
             return Diagnosis(
                 Cause.LOCAL_POSITIONS,
                 f"{where}, behind attention; the first rank, whose tokens begin at 0, is right; and the step "
@@ -263,7 +265,7 @@ def _of_the_forward(found: Evidence, beginning: Beginning) -> Diagnosis:
     return Diagnosis(Cause.UNKNOWN, where)
 
 
-# The doctor's report: a line of a model that is well, a table of one that is not.
+# The doctor's report: one line for a healthy model, a table for a faulty one.
 
 
 UNEVEN = (
@@ -272,19 +274,19 @@ UNEVEN = (
     "that a rank has (labels != -100), not over its tokens or rows; or, if no label is ever -100, say what "
     "a rank's loss counts: count_targets(labels.numel())."
 )
-"""Of a difference that the batch alone does not show."""
+"""Note for a difference that the unchanged batch does not show."""
 
 SHOWN = 5
-"""Gradients in a table."""
+"""The number of gradients in a table."""
 
 
 def begins(tokens: int) -> str:
-    """One line, before what may take long."""
+    """The line before a check that may take long."""
     return f"parity: comparing one process and context parallel on {tokens:,} tokens"
 
 
 def healthy(
-    found: Comparison,
+    comparison: Comparison,
     tokens: int,
     seconds: float,
     *,
@@ -292,34 +294,38 @@ def healthy(
     evaluation: bool,
     uneven: bool,
 ) -> str:
-    """One line.
+    """The line for a healthy model.
 
     Args:
-        found: that nothing differs.
-        tokens: that were compared.
-        seconds: that it took.
+        comparison: a comparison without faults.
+        tokens: number of compared tokens.
+        seconds: duration of the check.
         chunked: the run makes no logits for its loss, unless the step asks for them.
-        evaluation: training draws numbers that ranks have other ones of, so evaluation mode was looked at.
-        uneven: they were compared with some labels left out as well.
+        evaluation: the check ran in evaluation mode, since ranks draw other random numbers in training.
+        uneven: the check ran also with some labels left out.
     """
-    worst, size = found.worst, len(found.gradients)
+    worst, size = comparison.worst, len(comparison.gradients)
     unseen = "never made (chunked_loss)" if chunked else "not seen"
-    logits = unseen if found.logits is None else f"{found.logits.error:.1e}"
-    first = f"{found.gradients[0].error:.1e}" if size else "none"
-    isolated = ", documents isolated as the batch declares them" * found.documents_isolated
+    logits = unseen if comparison.logits is None else f"{comparison.logits.error:.1e}"
+    first = f"{comparison.gradients[0].error:.1e}" if size else "none"
+    isolated = ", documents isolated as the batch declares them" * comparison.documents_isolated
     mode = ", in evaluation mode, as training draws numbers of its own for them" * evaluation
     labels = ", and with some of their labels left out" * uneven
     return (
         f"parity: one process and context parallel agree on {tokens:,} tokens{labels}{isolated}{mode} "
-        f"({found.tolerance.dtype}; loss "
-        f"{found.loss.error:.1e}, logits {logits}, worst of {size} gradients {first}; the nearest to its "
-        f"tolerance, {worst.tolerance:.0e}, is {worst.name}; {seconds:.1f} s)"
+        f"({comparison.tolerance.dtype}; loss "
+        f"{comparison.loss.error:.1e}, logits {logits}, worst of {size} gradients {first}; the nearest to "
+        f"its tolerance, {worst.tolerance:.0e}, is {worst.name}; {seconds:.1f} s)"
     )
 
 
-def table_of(found: Comparison) -> list[str]:
-    """The loss, the logits, and the worst gradients."""
-    rows = [found.loss, *([found.logits] if found.logits else []), *found.gradients[:SHOWN]]
+def table_of(comparison: Comparison) -> list[str]:
+    """Lines for the loss, the logits, and the worst gradients."""
+    rows = [
+        comparison.loss,
+        *([comparison.logits] if comparison.logits else []),
+        *comparison.gradients[:SHOWN],
+    ]
     width = max(len(one.name) for one in rows)
     lines = [f"  {'tensor':<{width}}  {'relative error':>14}  {'tolerance':>9}"]
     return [*lines, *(_line(one, width) for one in rows)]
@@ -330,13 +336,16 @@ def _line(one: Difference, width: int) -> str:
     return f"  {one.name:<{width}}  {one.error:>14.1e}  {one.tolerance:>9.0e}{mark}"
 
 
-def experiments_of(made: Mapping[str, Comparison | str]) -> list[str]:
-    """What each did to the difference."""
-    width = max(map(len, made), default=0)
-    return [f"  {name:<{width}}  {_told(name, result)}" for name, result in made.items()]
+def experiments_of(experiments: Mapping[str, Comparison | str]) -> list[str]:
+    """Lines for the effect of each experiment."""
+    width = max(map(len, experiments), default=0)
+    return [
+        f"  {name:<{width}}  {_experiment_line(name, result)}"
+        for name, result in experiments.items()
+    ]
 
 
-def _told(name: str, result: Comparison | str) -> str:
+def _experiment_line(name: str, result: Comparison | str) -> str:
     if isinstance(result, str):
         return result
     if name == CONTIGUOUS:
@@ -349,30 +358,30 @@ def _told(name: str, result: Comparison | str) -> str:
 
 
 def ill(
-    found: Comparison,
-    made: Mapping[str, Comparison | str],
+    comparison: Comparison,
+    experiments: Mapping[str, Comparison | str],
     diagnosis: Diagnosis,
     tokens: int,
     *,
     uneven: bool,
 ) -> str:
-    """The whole of an error."""
+    """The text of an error."""
     labels = " with some labels left out" * uneven
-    faults = sum(one.is_fault for one in found.gradients)
+    faults = sum(one.is_fault for one in comparison.gradients)
     lines = [
         f"context parallel, this model does not compute what it computes in one process (parity check on "
-        f"{tokens:,} tokens of the batch{labels}, {found.tolerance.dtype}).",
-        *table_of(found),
-        f"  {faults} of {len(found.gradients)} gradients are beyond their tolerance.",
+        f"{tokens:,} tokens of the batch{labels}, {comparison.tolerance.dtype}).",
+        *table_of(comparison),
+        f"  {faults} of {len(comparison.gradients)} gradients are beyond their tolerance.",
     ]
-    if made:
-        lines += ["What was tried:", *experiments_of(made)]
+    if experiments:
+        lines += ["What was tried:", *experiments_of(experiments)]
     lines += [
         f"Likely cause: {diagnosis.cause.value}.",
-        f"  {diagnosis.because[:1].upper()}{diagnosis.because[1:]}.",
+        f"  {diagnosis.reason[:1].upper()}{diagnosis.reason[1:]}.",
         f"  {REMEDY[diagnosis.cause]}",
         *([UNEVEN] if uneven else []),
     ]
-    if diagnosis.besides is not None:
-        lines.append(f"Besides, {diagnosis.besides}. {DECLARE}")
+    if diagnosis.second_finding is not None:
+        lines.append(f"Besides, {diagnosis.second_finding}. {DECLARE}")
     return "\n".join(lines)

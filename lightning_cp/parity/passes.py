@@ -1,4 +1,4 @@
-"""One step of a model, forward and backward, and what of it can be compared."""
+"""One step of a model, forward and backward, with the tensors to compare."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from lightning_cp.utils.module_hooks import add_hook
 
 @dataclass
 class Event:
-    """A tensor that went into a module, or came out of it; or a call of attention, without one."""
+    """A tensor that a module received or returned; or a call of attention, without a tensor."""
 
     kind: str
     """``input``, ``output`` or ``attention``."""
     name: str
     module: str
-    """Its class."""
+    """Class of the module."""
     turn: int = 0
-    """How many of the same kind and name came before."""
+    """Number of earlier events of the same kind and name."""
     tensor: torch.Tensor | None = None
     source: torch.Tensor | None = None
-    """The tensor itself, of outputs that have a gradient, until the pass ends."""
+    """The tensor itself, of outputs with a gradient, until the pass ends."""
     trains: bool = False
-    """An output that has a gradient."""
+    """True for an output that has a gradient."""
     parent: str = ""
-    """The class of the module that called it, as far as names tell."""
+    """Class of the calling module, inferred from names."""
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """The same in two runs of one step."""
+        """The key of the same event in another run of the step."""
         return self.kind, self.name, self.turn
 
 
@@ -50,14 +50,15 @@ class Recording:
 
     events: list[Event] = field(default_factory=list)
     everything: bool = True
-    """Or only the last output that may be logits; of those with a gradient, if there are any: a teacher has
-    none."""
+    """False to record only the last output that may be logits; preferably with a gradient, which a teacher
+    has none of.
+    """
     dtypes: set[torch.dtype] = field(default_factory=set)
-    """Of what went into modules and came out of them."""
+    """Dtypes of inputs and outputs of modules."""
     _turns: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def note(self, kind: str, name: str, module: str, tensor: Any, parent: str = "") -> None:
-        """One event more; a tensor is copied, since a model may change its own."""
+        """Append an event; its tensor is copied, since a model may change it in place."""
         if isinstance(tensor, torch.Tensor):
             self.dtypes.add(tensor.dtype)
         turn = self._turns[kind, name]
@@ -76,25 +77,25 @@ class Recording:
         self.events.append(Event(kind, name, module, turn, kept, source, trains, parent))
 
     def last_output(self) -> torch.Tensor | None:
-        """Of the last module whose output [B, L, any] has a gradient."""
+        """The last module output [B, L, any] with a gradient."""
         outputs = (event.source for event in reversed(self.events))
         return next((x for x in outputs if x is not None and x.dim() == 3), None)
 
-    def follow_last(self) -> None:
-        """Have backward leave the gradient that comes to the last output."""
+    def retain_last_gradient(self) -> None:
+        """Retain the gradient of the last output."""
         last = self.last_output() if self.everything else None
         if last is not None:
             last.retain_grad()
 
     def end(self) -> torch.Tensor | None:
-        """Let go of the graph; the gradient that came to the last output."""
+        """Release the graph; return the gradient of the last output."""
         last = self.last_output() if self.everything else None
         for event in self.events:
             event.source = None
         return None if last is None or last.grad is None else last.grad.to("cpu")
 
     def note_attention(self, *_: Any) -> None:
-        """A call of attention: a listener of the swap."""
+        """Record a call of attention; a listener of the swap."""
         self.note("attention", "", "", None)
 
 
@@ -105,12 +106,12 @@ def recording(
     *,
     everything: bool,
 ) -> Iterator[Recording]:
-    """Record what passes through the modules of ``model`` in the calls within.
+    """Record the inputs and outputs of the modules of ``model`` within the block.
 
     Args:
-        model: all of whose modules are looked at.
-        listen: begins to tell of attention calls; returns what ends that.
-        everything: or only the last output [B, L, any].
+        model: all of its modules are recorded.
+        listen: registers a listener of attention calls; returns the function that removes it.
+        everything: False to record only the last output [B, L, any].
     """
     found = Recording(everything=everything)
     kinds = {
@@ -145,7 +146,7 @@ def _note_output(
 
 
 def _caller(name: str, kinds: Mapping[str, str]) -> str:
-    """The class of the module around it that is no list."""
+    """Class of the enclosing module that is not a list."""
     while name:
         name = name.rpartition(".")[0]
         if kinds.get(name, "") not in ("ModuleList", "ModuleDict"):
@@ -162,26 +163,28 @@ class StepPass:
     """A step on one process, or a rank's part of a context-parallel one."""
 
     loss: torch.Tensor
-    """float64 []: one process's, of this data rank."""
+    """float64 []: one process's loss of this data rank."""
     gradients: dict[str, torch.Tensor]
-    """By parameter: what an optimizer would read, of this rank's part of it."""
+    """By parameter: this rank's part of the gradient that an optimizer would read."""
     events: list[Event] = field(default_factory=list)
     part: LocalTokens | None = None
-    """Of a context-parallel one."""
+    """The rank's tokens; ``None`` for one process."""
     share: float = 1.0
-    """Of its group's targets, this rank's."""
+    """This rank's share of its group's targets."""
     positions_ignored: bool = False
-    """Nothing in the step asked for the positions of its tokens."""
+    """True if the step did not read the positions of its tokens."""
     documents_isolated: bool = False
-    """Of one process: as the batch declares them, since the model alone does not know them."""
+    """For one process: True if documents were isolated as the batch declares them, which the model alone does
+    not.
+    """
     at_output: torch.Tensor | None = None
-    """The gradient that came to the last output [B, L, any], where everything is recorded."""
+    """Gradient of the last output [B, L, any], if everything is recorded."""
     drawn: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    """Where the CPU's source of random numbers stood at its end."""
-    drawn_on_cuda: bool = False
-    """Random numbers were drawn there."""
+    """State of the CPU's random generator at the end."""
+    drew_on_cuda: bool = False
+    """True if random numbers were drawn on CUDA."""
     dtypes: frozenset[torch.dtype] = frozenset()
-    """Of the loss, and of what passed through modules."""
+    """Dtypes of the loss and of the recorded tensors."""
 
 
 @dataclass(frozen=True)
@@ -192,12 +195,12 @@ class LocalTokens:
     cp_rank: int
     rows: int
     real: torch.Tensor | None = None
-    """[B, S], 0 for padding of the batch's own, which nobody looks at."""
+    """[B, S], 0 for padding of the batch itself, which is not compared."""
 
-    def of_whole(
+    def real_values(
         self, whole: torch.Tensor, local: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Numbers of real tokens of a whole tensor and of this rank's, flat.
+        """Elements of real tokens of a whole tensor and of this rank's, flattened.
 
         Returns:
             ``None`` if the shapes are not those of one tensor of the sequence.
@@ -208,7 +211,7 @@ class LocalTokens:
     def by_token(
         self, whole: torch.Tensor, local: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The same, of which the first dimension, or two, are real tokens."""
+        """Both tensors with real tokens in the first dimension, or the first two."""
         whole, local = self._by_rows(whole, local)
         dim = self._sequence_dim(whole, local)
         if dim is None:
@@ -218,7 +221,7 @@ class LocalTokens:
         return _rows(mine, keep), _rows(local.movedim(dim, 0), keep)
 
     def plain_loss(self, local: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the mean square of [B, L, any], so that the mean over ranks is all of it."""
+        """This rank's part of the mean square of [B, L, any]; the mean over ranks is the whole."""
         positions = self.layout.positions(self.cp_rank).to(local.device)
         inside = (positions < self.layout.seq_len).view(1, -1, 1)
         if self.real is not None:
@@ -229,7 +232,7 @@ class LocalTokens:
     def _by_rows(
         self, whole: torch.Tensor, local: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Experts see all rows' tokens in one dimension."""
+        """The two tensors where all rows' tokens share one dimension, as in experts."""
         sizes = (self.rows * self.layout.seq_len, self.rows * self.layout.local_len)
         if self.rows > 1 and (whole.shape[0], local.shape[0]) == sizes:
             return whole.unflatten(0, (self.rows, -1)), local.unflatten(0, (self.rows, -1))
@@ -250,7 +253,7 @@ class LocalTokens:
         return dim if (whole.shape[dim], local.shape[dim]) == sizes else None
 
     def _real(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """bool [L] or [L, B]: local tokens that are no padding."""
+        """bool [L] or [L, B]: local tokens that are not padding."""
         positions = self.layout.positions(self.cp_rank).to(whole.device)
         inside = positions < self.layout.seq_len
         if self.real is None or dim == 0 or whole.shape[0] != self.real.shape[0]:
@@ -262,13 +265,14 @@ class LocalTokens:
 def plain_loss(
     x: torch.Tensor, inside: torch.Tensor | None, real: torch.Tensor | None, seq_len: int
 ) -> torch.Tensor:
-    """The sum of squares of ``x`` [B, any, any] where it counts, over how many tokens of the whole do.
+    """The sum of squares of ``x`` [B, any, any] where it counts, divided by the number of counted tokens of
+    the whole.
 
     Args:
-        x: of the whole sequence or a part of it.
-        inside: bool, [B or 1, any, 1]: what counts of ``x``; ``None``: what ``real`` says.
-        real: [B, S] of the whole, 0 for padding.
-        seq_len: of the whole.
+        x: the whole sequence or a part of it.
+        inside: bool [B or 1, any, 1]: counted entries of ``x``; ``None``: those of ``real``.
+        real: [B, S] of the whole sequence, 0 for padding.
+        seq_len: of the whole sequence.
     """
     count = real.ne(0).sum() if real is not None else x.shape[0] * seq_len
     if inside is None and real is not None:
@@ -279,5 +283,5 @@ def plain_loss(
 
 
 def _rows(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """Of [L, any] or [L, B, any] the tokens to be kept."""
+    """The kept tokens of [L, any] or [L, B, any]."""
     return x[keep].double()

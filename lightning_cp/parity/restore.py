@@ -1,4 +1,4 @@
-"""A model and its run, left as they were by what happens in between: a check must not change the training."""
+"""A block that restores a model and its run: a check must not change the training."""
 
 from __future__ import annotations
 
@@ -19,41 +19,42 @@ from torch.profiler import ProfilerActivity
 from lightning_cp.loss.averages import RATIO_HOOK
 from lightning_cp.models.swap import config_value, hf_models
 from lightning_cp.parity.replay import is_strided
-from lightning_cp.parity.snapshot import Snapshot, put_into
+from lightning_cp.parity.snapshot import Snapshot, restore_values
 from lightning_cp.randomness.functions import without_dropout
 from lightning_cp.utils.dtensor import local_part
+from lightning_cp.utils.patching import PatchSet
 
 _LOGS = ("log", "log_dict", RATIO_HOOK)
 
 
 @contextmanager
-def untouched(
+def restore_after(
     model: nn.Module, step: Any = None, *, seed: int | None = None, evaluation: bool = False
 ) -> Iterator[None]:
-    """Within: no dropout, no gradients yet, nothing is logged. Afterwards all is as it was.
+    """Within: no dropout, no gradients yet, no logging. Afterwards the state is as before.
 
-    That are gradients, buffers, modes, metrics, random numbers and other attributes of modules, and what they
-    and the step refer to, as far as a ``Snapshot`` sees it.
+    This covers gradients, buffers, modes, metrics, random numbers and other attributes of modules, and all
+    objects that they and the step refer to, as far as a ``Snapshot`` reads them.
 
     Args:
-        model: all of whose modules are looked at.
-        step: the user's, which may close over more.
-        seed: added to the run's, for other random numbers.
-        evaluation: of all modules, instead of the mode that they are in.
+        model: all of its modules are restored.
+        step: the user's step, which may close over other state.
+        seed: added to the run's seed, for other random numbers.
+        evaluation: run in evaluation mode instead of the current modes.
     """
     with ExitStack() as stack:
         stack.enter_context(_same_random_numbers(model, seed))
         stack.enter_context(_unprofiled(model))
-        # Nothing is compiled for a prefix's lengths, in what backward recomputes neither.
+        # Nothing is compiled for a window's lengths, nor for recomputation in its backward.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         found = Snapshot(model.modules(), step)
-        stack.callback(found.put_back)
+        stack.callback(found.restore)
         parameters = _parameters_of(found.modules)
         stack.callback(_keep_values(model, parameters))
         stack.callback(_keep_caches(model))
         stack.callback(_keep_modes(found.modules))
         stack.callback(_keep_parameters(parameters))
-        stack.callback(_unmute(model))
+        stack.callback(_mute_logging(model))
         if evaluation:
             model.eval()
         stack.enter_context(without_dropout())
@@ -62,7 +63,7 @@ def untouched(
 
 
 class _NoDropout(TorchFunctionMode):
-    """Drop nothing out within, also where PyTorch's functions are not replaced.
+    """Disable dropout within the block, also where PyTorch's functions are not replaced.
 
     ``float(loss)`` does not warn within: the step itself will, with the user's line.
     """
@@ -86,7 +87,7 @@ _DROPOUTS = {
 
 @contextmanager
 def _same_random_numbers(model: nn.Module, seed: int | None) -> Iterator[None]:
-    """Have random numbers that are drawn within drawn again afterwards."""
+    """Restore the random state afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(_cuda_devices(model)):
@@ -100,7 +101,7 @@ def _same_random_numbers(model: nn.Module, seed: int | None) -> Iterator[None]:
 
 @contextmanager
 def _unprofiled(model: nn.Module) -> Iterator[None]:
-    """A profiler of PyTorch that records now leaves out what is done within."""
+    """Exclude the block from a recording PyTorch profiler."""
     kinds = {ProfilerActivity.CPU} | ({ProfilerActivity.CUDA} if _cuda_devices(model) else set())
     if not torch.autograd._profiler_enabled():
         yield
@@ -112,17 +113,17 @@ def _unprofiled(model: nn.Module) -> Iterator[None]:
         _toggle_collection_dynamic(True, kinds)
 
 
-class Drawn:
-    """A record of the random numbers that are drawn within."""
+class DrawRecord:
+    """A record of the random numbers that were drawn within the block."""
 
     def __init__(self, model: nn.Module) -> None:
         self._devices = sorted(_cuda_devices(model))
         self.on_cpu = torch.empty(0)
-        """Where the source stands at the end: that of as many numbers is equal."""
+        """State of the generator at the end; equal states mean equal numbers of draws."""
         self.on_cuda = False
-        """Any were; how many cannot be told."""
+        """True if any were drawn on CUDA; their number is unknown."""
 
-    def __enter__(self) -> Drawn:
+    def __enter__(self) -> DrawRecord:
         self._before = self._states()
         return self
 
@@ -139,17 +140,19 @@ def _cuda_devices(model: nn.Module) -> set[int]:
 
 
 def _parameters_of(modules: list[nn.Module]) -> list[nn.Parameter]:
-    """Each once."""
+    """All parameters, each once."""
     found = (p for module in modules for p in module._parameters.values() if p is not None)
     return list({id(p): p for p in found}.values())
 
 
 def _keep_values(model: nn.Module, parameters: list[nn.Parameter]) -> Any:
-    """What parameters hold, which a step may change by itself: noise on weights, a teacher that follows.
+    """Restore values of parameters, which a step may change by itself: noise on weights, or a moving-average
+    teacher.
 
-    Of those that are not trained as many numbers as are, the model's own first and then the smallest:
-    adapters leave what is below them alone, and a large teacher in a list takes no room from the model's.
-    Those that are trained wait on the host: a later check finds the device full of an optimizer's state.
+    Of frozen parameters at most as many elements are copied as are trained, the model's own first and then
+    the smallest: adapters do not change the model below them, and a large teacher in a list must not displace
+    the model's. Copies of trained parameters are on the host, since an optimizer's state may fill the device
+    in a later check.
     """
     own = set(map(id, model.parameters()))
     frozen = [p for p in parameters if not p.requires_grad and is_strided(p)]
@@ -161,42 +164,36 @@ def _keep_values(model: nn.Module, parameters: list[nn.Parameter]) -> Any:
     trained = (p for p in parameters if p.requires_grad and is_strided(p))
     kept += [(p, local_part(p).detach().to("cpu", copy=True)) for p in trained]
 
-    def put_back() -> None:
+    def restore() -> None:
         for p, then in kept:
-            put_into(local_part(p).detach(), then.to(local_part(p).device))
+            restore_values(local_part(p).detach(), then.to(local_part(p).device))
 
-    return put_back
+    return restore
 
 
 def _keep_caches(model: nn.Module) -> Any:
-    """transformers makes no key/value cache in training that recomputes; in evaluation it would."""
-    kept: list[tuple[Any, bool]] = []
+    """Switch the cache off: transformers makes none in training that recomputes, but does in evaluation."""
+    patches = PatchSet()
     for root in hf_models(model):
         config = root.config.get_text_config()
         parts = [part for part in root.modules() if getattr(part, "gradient_checkpointing", False)]
         if any(part.training for part in parts) and config_value(config, "use_cache"):
-            kept.append((config, config.use_cache))
-            config.use_cache = False
-
-    def put_back() -> None:
-        for config, used in kept:
-            config.use_cache = used
-
-    return put_back
+            patches.put_value(config, "use_cache", False)
+    return patches.undo
 
 
 def _keep_modes(modules: list[nn.Module]) -> Any:
     kept = [(module, module.training) for module in modules]
 
-    def put_back() -> None:
+    def restore() -> None:
         for module, training in kept:
             module.training = training
 
-    return put_back
+    return restore
 
 
 def _keep_parameters(parameters: list[nn.Parameter]) -> Any:
-    """Their gradients, which of them are trained, and what is called when a gradient has come."""
+    """Restore gradients, ``requires_grad``, and hooks on accumulated gradients."""
     kept = [(p, p.grad, p.requires_grad) for p in parameters]
     hooks = [p._post_accumulate_grad_hooks for p in parameters]
     called = [(each, dict(each)) for each in hooks if each]
@@ -205,30 +202,23 @@ def _keep_parameters(parameters: list[nn.Parameter]) -> Any:
     for each, _ in called:
         each.clear()
 
-    def put_back() -> None:
+    def restore() -> None:
         for p, gradient, trained in kept:
             p.grad = gradient
             p.requires_grad_(trained)
         for each, then in called:
             each.update(then)
 
-    return put_back
+    return restore
 
 
-def _unmute(model: nn.Module) -> Any:
-    """Ignore what is logged while the model is looked at."""
-    own = vars(model)
-    kept = {name: own[name] for name in _LOGS if name in own}
+def _mute_logging(model: nn.Module) -> Any:
+    """Ignore logged values within the block."""
+    patches = PatchSet()
     for name in _LOGS:
-        if name in kept or hasattr(type(model), name):
-            own[name] = _nothing
-
-    def put_back() -> None:
-        for name in _LOGS:
-            own.pop(name, None)
-        own.update(kept)
-
-    return put_back
+        if name in vars(model) or hasattr(type(model), name):
+            patches.put_value(model, name, _nothing)
+    return patches.undo
 
 
 def _nothing(*_: Any, **__: Any) -> None:

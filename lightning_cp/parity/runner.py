@@ -1,4 +1,4 @@
-"""One step of the user's own, on one process or context parallel, as far as it can be compared."""
+"""One step of the user, on one process or context parallel, recorded for comparison."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ import torch
 from torch import nn
 
 from lightning_cp.batch.documents import padding_mask_of
-from lightning_cp.comm.consensus import agree
+from lightning_cp.comm.consensus import raise_on_all
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.config import StrategyConfig
 from lightning_cp.engines.base import Engine
-from lightning_cp.engines.checks import precision_of
+from lightning_cp.engines.checks import mixed_precision_policy
 from lightning_cp.engines.gradients import average_present
 from lightning_cp.errors import ConfigError, LightningCPError
 from lightning_cp.layout.axes import Flat
-from lightning_cp.parity.batches import as_one_process_has_it, copied, shifting_by_themselves
+from lightning_cp.parity.batches import complete_batch, copy_batch, models_shift_labels
 from lightning_cp.parity.passes import LocalTokens, Recording, StepPass, plain_loss, recording
-from lightning_cp.parity.restore import Drawn, untouched
+from lightning_cp.parity.restore import DrawRecord, restore_after
 from lightning_cp.runtime.probe import probe_step, single_rank_step
 from lightning_cp.runtime.runtime import ContextParallelRuntime
 from lightning_cp.utils.containers import tensors_of
 from lightning_cp.utils.dtensor import local_part
 from lightning_cp.utils.module_hooks import add_hook
 
-# The same model, rounded otherwise: how far rounding alone moves what it computes.
+# The same model with other rounding: the effect of rounding alone.
 #
-# What every innermost module puts out is moved by one unit in the last place, up, down or not at all. What
-# a model chooses (experts), and gradients that are zero but for rounding (biases of keys), are moved far by
-# that.
+# Each output of an innermost module is changed by one unit in the last place, up, down or not at all. This
+# changes much what depends on choices (experts), and gradients that are zero up to rounding (biases of keys).
 
 
 @contextmanager
-def rounded_otherwise(model: nn.Module, draw: int | None) -> Iterator[None]:
-    """Within, what modules put out is rounded otherwise; ``draw`` says how, ``None`` not at all."""
+def perturb_rounding(model: nn.Module, draw: int | None) -> Iterator[None]:
+    """Within the block, outputs of modules are rounded otherwise, by random draw ``draw``; ``None`` changes
+    nothing.
+    """
     if draw is None:
         yield
         return
@@ -61,7 +62,7 @@ def rounded_otherwise(model: nn.Module, draw: int | None) -> Iterator[None]:
 
 
 Step = Callable[[Any], Any]
-"""The user's, of a batch: a loss, or a mapping that has it."""
+"""The user's step of a batch: returns a loss, or a mapping with it."""
 
 
 class CannotRun(Exception):  # noqa: N818 - no error: the check is left out, and says so
@@ -69,7 +70,7 @@ class CannotRun(Exception):  # noqa: N818 - no error: the check is left out, and
 
 
 class StepFailed(Exception):  # noqa: N818 - on all ranks, of which one at least knows why
-    """A step on a rank's part of a batch that the user's own code ended, or PyTorch."""
+    """A step that the user's code, or PyTorch, ended with an error on a rank's part of a batch."""
 
     def __init__(self, error: Exception | None) -> None:
         super().__init__()
@@ -79,26 +80,26 @@ class StepFailed(Exception):  # noqa: N818 - on all ranks, of which one at least
 _MIXED = "mixed torch.Tensor and DTensor"
 _KNOWN = (LightningCPError, CannotRun)
 PATIENCE = timedelta(seconds=60)
-"""How long a rank whose step has failed waits for the others to say how theirs went."""
+"""Limit of the wait for other ranks, on a rank whose step has failed."""
 
 
 @dataclass
 class Runner:
-    """Runs a step twice; all ranks come to each method together.
+    """Runs a step twice. Every method is collective.
 
     Args:
-        runtime: of the run.
-        engine: that shards parameters, or averages gradients.
-        model: the user's, whose gradients are compared.
-        step: what to run.
-        dtypes: that it computes in, besides those of parameters.
-        wide: the same step in the parameters' own dtype, where ``step`` has autocast.
-        backward: how a loss goes back, where precision has a say in it.
-        everything: records what passes through all modules, for where a difference begins.
+        runtime: the run's state machine.
+        engine: shards parameters, or averages gradients.
+        model: the user's model, whose gradients are compared.
+        step: the step to run.
+        dtypes: dtypes of computation, besides those of parameters.
+        wide: the same step in the parameters' dtype, if ``step`` has autocast.
+        backward: runs backward of a loss, for precision plugins that change it.
+        everything: record all modules, to find the first difference.
         plain_loss: instead of the step's own loss, the mean square of the last output along the sequence.
-        evaluation: in evaluation mode; by default modules are in the mode of the run.
-        seed: added to the run's: other random numbers.
-        rounding: of the draws of what is rounded otherwise in every module; ``None``: nothing.
+        evaluation: run in evaluation mode; by default modules have the mode of the run.
+        seed: added to the run's seed, for other random numbers.
+        rounding: draw of other rounding in every module; ``None``: none.
     """
 
     runtime: ContextParallelRuntime
@@ -114,23 +115,24 @@ class Runner:
     seed: int | None = None
     rounding: int | None = None
 
-    def alone(self, batch: Any) -> StepPass:
-        """The whole batch on this rank.
+    def run_single(self, batch: Any) -> StepPass:
+        """Run the whole batch on this rank.
 
-        Its attention is the model's own, unless documents are to be isolated that the model does not know.
+        Attention is the model's own, unless the batch has documents to isolate that the model does not
+        support.
 
         Raises:
             CannotRun: on every rank, if the step fails on one.
-            ConfigError: it has failed between ranks that gather parameters, which cannot go on.
+            ConfigError: it has failed between ranks that gather parameters, which cannot continue.
         """
         with (
             single_rank_step(self.runtime, batch) as isolated,
-            untouched(self.model, self.step, seed=self.seed, evaluation=self.evaluation),
-            self.engine.aside(self.model),
-            Drawn(self.model) as drawn,
+            restore_after(self.model, self.step, seed=self.seed, evaluation=self.evaluation),
+            self.engine.isolated(self.model),
+            DrawRecord(self.model) as drawn,
         ):
-            loss, found = self._together(batch, lambda: self._forward_alone(batch))
-            self._together(batch, lambda: self._backward(loss))
+            loss, found = self._run_on_all(batch, lambda: self._forward_single(batch))
+            self._run_on_all(batch, lambda: self._backward(loss))
             self._average()
             gradients, at_output = self._gradients(), found.end()
         return StepPass(
@@ -138,40 +140,40 @@ class Runner:
             documents_isolated=isolated,
             at_output=at_output,
             drawn=drawn.on_cpu,
-            drawn_on_cuda=drawn.on_cuda,
+            drew_on_cuda=drawn.on_cuda,
             dtypes=frozenset(found.dtypes | {loss.dtype}),
         )
 
-    def _forward_alone(self, batch: Any) -> tuple[torch.Tensor, Recording]:
-        given = as_one_process_has_it(batch, self.runtime.binding.rules)
+    def _forward_single(self, batch: Any) -> tuple[torch.Tensor, Recording]:
+        given = complete_batch(batch, self.runtime.binding.rules)
         with (
             recording(self.model, self.runtime.listen, everything=self.everything) as found,
-            rounded_otherwise(self.model, self.rounding),
-            shifting_by_themselves(self.model, batch, given),
+            perturb_rounding(self.model, self.rounding),
+            models_shift_labels(self.model, batch, given),
         ):
             loss = self._loss(self.step(given))
         if self.plain_loss:
             x = _last(found)
             loss = plain_loss(x, None, padding_mask_of(dict(tensors_of(batch))), x.shape[1])
-        found.follow_last()
+        found.retain_last_gradient()
         return loss, found
 
-    def _together(self, batch: Any, run: Callable[[], Any]) -> Any:
-        """Leave out on all ranks what one of them cannot do."""
-        result = told = None
+    def _run_on_all(self, batch: Any, run: Callable[[], Any]) -> Any:
+        """Run a function, and raise CannotRun on all ranks if one fails."""
+        result = reason = None
         try:
             result = run()
         except CannotRun as refused:
-            told = str(refused)
-        except Exception as failed:  # any: it is the user's
-            told = f"{type(failed).__name__}: {failed}".splitlines()[0]
+            reason = str(refused)
+        except Exception as failed:  # any type: the code is the user's
+            reason = f"{type(failed).__name__}: {failed}".splitlines()[0]
             if self.engine.shards:
                 raise self._refusal(batch, failed) from failed
-        self.require(told, f"the step fails on {self.count(batch)} tokens")
+        self.check_reason(reason, f"the step fails on {self.count(batch)} tokens")
         return result
 
     def _refusal(self, batch: Any, failed: Exception) -> ConfigError:
-        """Ranks that gather parameters cannot go on."""
+        """The error for ranks that gather parameters, which cannot continue."""
         if _MIXED in str(failed):
             return ConfigError(
                 "the parity check ran the step, and it joins a parameter that is sharded with a plain tensor "
@@ -185,41 +187,41 @@ class Runner:
             f"{other} parity_tokens."
         )
 
-    def require(self, told: str | None, what: str) -> None:
-        """Leave the check out on all ranks, if one cannot make it.
+    def check_reason(self, reason: str | None, what: str) -> None:
+        """Raise CannotRun on all ranks, if one has a reason.
 
         Args:
-            told: why; ``None`` where all is well on this rank.
-            what: cannot be done then.
+            reason: the reason; ``None`` without one on this rank.
+            what: the part of the check that is left out.
         """
-        if self.anywhere(told is not None):
-            raise CannotRun(f"{what} ({'on another rank' if told is None else told})")
+        if self.is_any(reason is not None):
+            raise CannotRun(f"{what} ({'on another rank' if reason is None else reason})")
 
-    def anywhere(self, here: bool) -> bool:
-        """True if it is so on any rank: data ranks have batches of their own, and run passes together."""
+    def is_any(self, here: bool) -> bool:
+        """True if it holds on any rank: data ranks have different batches, but run passes together."""
         group = self.runtime.mesh.control_group(Flat.LOSS)
         return bool(int(all_sum(torch.tensor([int(here)]), group)))
 
     def count(self, batch: Any) -> int:
-        """Tokens of a batch, all rows together."""
+        """Number of tokens of a batch, all rows together."""
         whole = self.runtime.binding.read(batch)
         return whole.rows * whole.seq_len
 
-    def parallel(self, batch: Any) -> StepPass:
-        """This rank's part of it, as in training.
+    def run_parallel(self, batch: Any) -> StepPass:
+        """Run this rank's part of the batch, as in training.
 
         Raises:
-            ConfigError: as a step of training does.
+            ConfigError: the same as in a training step.
             StepFailed: the step itself has failed, on some rank.
         """
         runtime = self.runtime
         with (
             probe_step(runtime),
-            untouched(self.model, self.step, seed=self.seed, evaluation=self.evaluation),
-            self.engine.aside(self.model),
-            Drawn(self.model) as drawn,
+            restore_after(self.model, self.step, seed=self.seed, evaluation=self.evaluation),
+            self.engine.isolated(self.model),
+            DrawRecord(self.model) as drawn,
         ):
-            local = runtime.shard(copied(batch), needs_labels=True)
+            local = runtime.shard(copy_batch(batch), needs_labels=True)
             assert runtime.part is not None
             part = LocalTokens(
                 runtime.part.layout,
@@ -229,7 +231,7 @@ class Runner:
             )
             runtime.begin_step()
             try:
-                scaled, shown, found = self._forward_together(batch, local, part)
+                scaled, shown, found = self._forward_parallel(batch, local, part)
                 self._backward(scaled)
                 self._average()
                 if not self.plain_loss:
@@ -245,13 +247,13 @@ class Runner:
             *(shown, gradients, found.events, part, share, ignored),
             at_output=at_output,
             drawn=drawn.on_cpu,
-            drawn_on_cuda=drawn.on_cuda,
+            drew_on_cuda=drawn.on_cuda,
         )
 
-    def _forward_together(
+    def _forward_parallel(
         self, batch: Any, local: Any, part: LocalTokens
     ) -> tuple[torch.Tensor, torch.Tensor, Recording]:
-        """The loss for backward, and one process's value; all ranks learn of what one group refuses."""
+        """The loss for backward, and one process's value; an error in one group is raised on all ranks."""
         runtime, error = self.runtime, None
         loss = found = weighted = None
         try:
@@ -261,51 +263,55 @@ class Runner:
             ):
                 loss = self._loss(self.step(local))
             runtime.step.check_intercepted()
-        except Exception as refused:  # any: a rank that raised alone would leave the others waiting
+        except (
+            Exception
+        ) as refused:  # any type: a rank that raised alone would leave the others waiting
             error = refused
-        self._require_step(batch, error)
+        self._check_step(batch, error)
         assert loss is not None
         assert found is not None
         try:
             weighted = self._weighted(loss, found, part)
-            found.follow_last()
+            found.retain_last_gradient()
         except Exception as refused:
             error = refused
-        self.tell(error)
+        self.raise_on_all(error)
         assert weighted is not None
         return *weighted, found
 
-    def _require_step(self, batch: Any, error: Exception | None) -> None:
-        """End the pass on all ranks if the step failed on one; before ranks send anything for its loss."""
-        known = self.runtime.step.take_refused() is not None
+    def _check_step(self, batch: Any, error: Exception | None) -> None:
+        """End the pass on all ranks if the step failed on one, before ranks exchange anything for its
+        loss.
+        """
+        known = self.runtime.step.pop_refused() is not None
         if self.engine.shards and error is not None and not isinstance(error, _KNOWN):
             error = self._refusal(batch, error)
         if error is None or not known:
-            error = self._told_in_group(error)
-        if self.anywhere(error is not None and not isinstance(error, LightningCPError)):
+            error = self._error_in_group(error)
+        if self.is_any(error is not None and not isinstance(error, LightningCPError)):
             raise StepFailed(error)
-        self.tell(error)
+        self.raise_on_all(error)
 
-    def _told_in_group(self, error: Exception | None) -> Exception | None:
-        """This rank's error, or that another one of its cp group has one.
+    def _error_in_group(self, error: Exception | None) -> Exception | None:
+        """This rank's error, or a StepFailed if another rank of its cp group has one.
 
-        The others may be at an agreement of the model, which ends with this vote. If they wait for data of
-        this rank, only its end ends them.
+        Other ranks may be in an agreement of the model, which ends with this vote. If they wait for data of
+        this rank, only the end of its process ends them.
         """
         group, limit = self.runtime.mesh.control_group(Flat.CP), None if error is None else PATIENCE
         try:
-            agree({}, group, what="parity check", error=error, limit=limit)
-        except LightningCPError as told:
-            return error or told
-        except Exception as told:
-            if told is error:
+            raise_on_all(error, group, what="parity check", limit=limit)
+        except LightningCPError as raised:
+            return error or raised
+        except Exception as raised:
+            if raised is error:
                 return error
-            raise error or told from None
+            raise error or raised from None
         return None
 
-    def tell(self, error: Exception | None) -> None:
-        """Raise on all ranks what went wrong on one, if anything did."""
-        agree({}, self.runtime.mesh.control_group(Flat.LOSS), what="parity check", error=error)
+    def raise_on_all(self, error: Exception | None) -> None:
+        """Raise on all ranks the error of one, if any."""
+        raise_on_all(error, self.runtime.mesh.control_group(Flat.LOSS), what="parity check")
 
     def _weighted(
         self, loss: torch.Tensor, found: Recording, part: LocalTokens
@@ -328,19 +334,19 @@ class Runner:
 
     def _backward(self, loss: torch.Tensor) -> None:
         if self.engine.shards:
-            self.engine.expect(loss)
+            self.engine.prepare_backward(loss)
         self.backward(loss)
 
     def _average(self) -> None:
         if self.engine.shards:
-            self.engine.require_averaged()
+            self.engine.finish_backward()
             return
         mesh = self.runtime.mesh
         trained = [p for p in self.model.parameters() if p.requires_grad]
         average_present(trained, mesh.control_group(Flat.LOSS), mesh.group(Flat.LOSS))
 
     def _gradients(self) -> dict[str, torch.Tensor]:
-        """The values that there are, taken from the model."""
+        """The gradients, removed from the model."""
         found: dict[str, torch.Tensor] = {}
         for name, p in self.model.named_parameters():
             if p.grad is not None:
@@ -359,11 +365,11 @@ def _last(found: Recording) -> torch.Tensor:
 
 
 def dtypes_of(precision: str, settings: StrategyConfig) -> frozenset[torch.dtype]:
-    """By the name of Lightning's precision, and by what an engine gathers parameters in."""
+    """Dtypes of a Lightning precision by name, and of an engine's gathered parameters."""
     found: set[torch.dtype] = set()
     if "bf16" in precision or "transformer-engine" in precision:
         found.add(torch.bfloat16)
     elif "16" in precision:
         found.add(torch.float16)
-    policy = precision_of(settings.mixed_precision).param_dtype
+    policy = mixed_precision_policy(settings.mixed_precision).param_dtype
     return frozenset(found | ({policy} if policy is not None else set()))

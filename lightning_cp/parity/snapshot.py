@@ -1,9 +1,9 @@
-"""A snapshot of what modules and a step have noted in Python, to be put back: the same objects get it again.
+"""A snapshot of the Python state of modules and a step, which restores the contents of the same objects.
 
-It is taken from the modules outwards: attributes, containers, objects of the user's classes, what functions
-close over. Containers and objects are not copied: a list of what they refer to is, so that large data costs
-one reference an entry. An iterator cannot be turned back. One that can be copied is copied in its place, and
-others are replayed: what was drawn comes again.
+It follows references from the modules: attributes, containers, objects of the user's classes, closures of
+functions. Containers and objects are not copied, but a list of their references is, so that large data costs
+one reference per entry. An iterator cannot be reset: a copy takes its place where one can be made; others are
+replayed, so that the same values are drawn again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from torchmetrics import Metric
 
 from lightning_cp.error_display import is_library
 from lightning_cp.loaders.rng import GENERATORS, set_state, state_of
-from lightning_cp.parity.replay import Replay, has_numbers, is_strided, stand_in_for
+from lightning_cp.parity.replay import Replay, has_numbers, is_strided, replayable
 
 _PARTS = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict)}
 """Dicts that every module has: of its hooks, submodules, parameters and buffers."""
@@ -50,14 +50,14 @@ _OF_EVERY_MODULE = ({*vars(nn.Module()), *vars(LightningModule()), "training"} -
     "_parameters",
     "_buffers",
 }
-"""Attributes that are not looked at; all others are put back: hooks, and a module's own, such as counters."""
+"""Attributes that are not read; all others are restored: hooks, and a module's own, such as counters."""
 _SIMPLE = {int, float, complex, bool, str, bytes, type(None), range, torch.dtype, torch.device}
-"""Kinds of values that have nothing inside."""
+"""Types of values without contents."""
 _CONTAINERS = {list, deque, dict, defaultdict, OrderedDict, Counter, set}
 _TYPES = (list, deque, dict, set)
 _NAMESPACES = {types.SimpleNamespace, argparse.Namespace}
 _OF_A_RUN = (Trainer, Strategy, FabricStrategy, Fabric, DataLoader, Optimizer)
-"""What a run is made of, with classes of the user's too: others put these back."""
+"""Parts of a run, which may have classes of the user's too; they are restored elsewhere."""
 _WRAPPERS = (DistributedDataParallel, _FabricModule)
 """Modules around a user's."""
 _ALIVE = (
@@ -65,26 +65,26 @@ _ALIVE = (
     *(type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Semaphore),
     *(threading.Barrier, queue.SimpleQueue, Executor, Future, Pool, subprocess.Popen),
 )
-"""An object that holds one is left alone: threads and files cannot be put back, nor what belongs to them."""
+"""Types with state outside of Python, such as threads and files; an object that holds one is not restored."""
 _HOLDERS = (list, tuple, deque, dict, set)
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
-"""They answer for another object, or raise where it is gone."""
+"""Proxies behave as another object, or raise once that was deleted."""
 LARGEST, TENSORS = 2**26, 2**28
-"""Bytes of a tensor that is copied, and of all: what a step changes in place is small; data is not."""
+"""Limits in bytes of one copied tensor, and of all: in-place state of a step is small; data is not."""
 OBJECTS = 2**14
-"""Containers and objects that are looked into, the nearest to the modules first."""
+"""Limit of containers and objects that are read, the nearest to the modules first."""
 
 
 class Snapshot:
-    """What modules, and all that they refer to, have noted.
+    """The state of modules, and of everything that they refer to.
 
     Args:
         modules: of the model.
-        step: the user's, which may close over more.
+        step: the user's step, which may close over other state.
     """
 
     def __init__(self, modules: Iterable[nn.Module], step: Any = None) -> None:
-        self._seen: dict[int, Any] = {}  # which keeps objects alive, so that no id comes twice
+        self._seen: dict[int, Any] = {}  # keeps objects alive, so that ids stay unique
         self._held: list[tuple[Callable[[Any, Any], None], Any, Any]] = []
         self._put_back: list[Callable[[], None]] = []
         self._iterators: dict[int, tuple[Any, Any]] = {}
@@ -94,15 +94,15 @@ class Snapshot:
         self._slots: dict[type, dict[str, Any]] = {}
         self._left, self._bytes = OBJECTS, TENSORS
         self.modules: list[nn.Module] = []
-        """All that were found, in containers and objects as well."""
+        """All tensors found, in containers and objects as well."""
         self._next: deque[Any] = deque([*modules, step])
         while self._next:
-            self._look(self._next.popleft())
-        self._kinds.clear()  # which refers to this object
+            self._visit(self._next.popleft())
+        self._kinds.clear()  # it refers to this object
         self._alive.clear()
 
-    def put_back(self) -> None:
-        """Give everything the contents that it had, once; the snapshot is empty then."""
+    def restore(self) -> None:
+        """Restore all contents, once; the snapshot is empty afterwards."""
         for write, x, had in reversed(self._held):
             write(x, had)
         for run in self._put_back:
@@ -113,7 +113,7 @@ class Snapshot:
 
     # -- kinds of values ---------------------------------------------------------------------------------
 
-    def _look(self, x: Any) -> None:
+    def _visit(self, x: Any) -> None:
         kind = type(x)
         if kind not in self._kinds:
             self._kinds[kind] = self._reader_of(kind)
@@ -127,57 +127,57 @@ class Snapshot:
             return None
         is_container = kind in _CONTAINERS or (_is_users(kind) and issubclass(kind, _TYPES))
         readers: list[tuple[bool, Callable[[Any], None]]] = [
-            (issubclass(kind, (torch.Tensor, np.ndarray)), self._look_at_numbers),
-            (issubclass(kind, GENERATORS), self._look_at_generator),
+            (issubclass(kind, (torch.Tensor, np.ndarray)), self._read_numbers),
+            (issubclass(kind, GENERATORS), self._read_generator),
             (kind is Replay, self._replay),
-            (issubclass(kind, nn.Module), self._look_at_module),
-            (is_container, self._look_at_container),
-            (issubclass(kind, (tuple, frozenset)), self._follow),
-            (issubclass(kind, type), self._look_at_class),
-            (kind in _FUNCTIONS, self._look_at_function),
+            (issubclass(kind, nn.Module), self._read_module),
+            (is_container, self._read_container),
+            (issubclass(kind, (tuple, frozenset)), self._visit_all),
+            (issubclass(kind, type), self._read_class),
+            (kind in _FUNCTIONS, self._read_function),
         ]
-        return next((reader for fits, reader in readers if fits), self._look_at_object)
+        return next((reader for fits, reader in readers if fits), self._read_object)
 
-    def _look_at_numbers(self, x: Any) -> None:
-        """A tensor or an array; parameters are the engine's matter."""
+    def _read_numbers(self, x: Any) -> None:
+        """A tensor or an array; the engine handles parameters."""
         if not has_numbers(x) or x.nbytes > min(LARGEST, self._bytes):
             return
         if isinstance(x, np.ndarray):
             had, write = x.copy(), _fill
         else:
-            had, write = x.clone(), put_into
+            had, write = x.clone(), restore_values
         self._bytes -= x.nbytes
         self._held.append((write, x, had))
 
-    def _look_at_generator(self, x: Any) -> None:
+    def _read_generator(self, x: Any) -> None:
         self._held.append((set_state, x, state_of(x)))
         self._generators.append(x)
 
-    def _look_at_container(self, x: Any) -> None:
+    def _read_container(self, x: Any) -> None:
         if self._is_alive(x):
             return
-        self._hold(*_container(x))
+        self._record(*_container(x))
         if type(x) not in _CONTAINERS:
-            self._look_at_object(x)
+            self._read_object(x)
 
-    def _look_at_module(self, module: nn.Module) -> None:
-        """A module's own attributes, buffers, and the states of a metric; and those of modules in it."""
+    def _read_module(self, module: nn.Module) -> None:
+        """A module's attributes and buffers, the states of a metric, and its submodules."""
         self.modules.append(module)
         own = vars(module)
         states = _states_of(module) if isinstance(module, Metric) else {}
-        parameters = set(module._parameters)  # their values are the engine's matter
+        parameters = set(module._parameters)  # the engine handles their values
 
-        def put_back() -> None:
+        def restore() -> None:
             own.update(states)
             for name in module._parameters.keys() - parameters:
                 del module._parameters[name]
 
-        self._put_back += [keep_buffers(module), put_back]
-        self._hold(own, _of_module(own), _write_attributes_of_module, counted=False)
+        self._put_back += [save_buffers(module), restore]
+        self._record(own, _of_module(own), _write_attributes_of_module, counted=False)
         self._next.extend(base for base in type(module).__mro__ if _is_users(base))
 
-    def _look_at_object(self, x: Any) -> None:
-        """An object of the user's, or one that has nothing but simple values."""
+    def _read_object(self, x: Any) -> None:
+        """An object of a user's class, or one that has only simple values."""
         kind, own = type(x), getattr(x, "__dict__", None)
         values = own.values() if type(own) is dict else ()
         if _is_users(kind):
@@ -189,60 +189,60 @@ class Snapshot:
                 return
             self._next.extend(base for base in kind.__mro__ if _is_users(base))
             if slots:
-                self._hold(x, in_slots, functools.partial(_write_slots, slots=slots))
+                self._record(x, in_slots, functools.partial(_write_slots, slots=slots))
         elif kind not in _NAMESPACES and not _is_simple(kind, values):
             return
         if type(own) is dict:
-            self._hold(own, dict(own), _write_attributes)
+            self._record(own, dict(own), _write_attributes)
 
-    def _look_at_class(self, cls: type) -> None:
-        """The values of a class, and what its functions close over."""
+    def _read_class(self, cls: type) -> None:
+        """The attributes of a class, and the closures of its functions."""
         if not _is_users(cls):
             return
         functions = [x.__func__ if type(x) in _METHODS else x for x in vars(cls).values()]
         properties = [x for x in functions if issubclass(type(x), property)]
         functions += [of for x in properties for of in (x.fget, x.fset) if of is not None]
-        self._follow([x for x in functions if type(x) is types.FunctionType])
+        self._visit_all([x for x in functions if type(x) is types.FunctionType])
         names = set(vars(cls))
         notes = {
             name: x
             for name, x in vars(cls).items()
             if not name.startswith("__") and not callable(x) and not hasattr(type(x), "__get__")
         }
-        self._hold(cls, notes, functools.partial(_write_class, names=names))
+        self._record(cls, notes, functools.partial(_write_class, names=names))
 
-    def _look_at_function(self, x: Any) -> None:
-        """What functions close over, have for defaults, and have been given as attributes."""
+    def _read_function(self, x: Any) -> None:
+        """Closures, defaults and attributes of a function."""
         if isinstance(x, functools.partial):
-            self._follow((x.func, x.args, x.keywords))
+            self._visit_all((x.func, x.args, x.keywords))
         elif isinstance(x, types.MethodType):
-            self._follow((x.__self__, x.__func__))
+            self._visit_all((x.__self__, x.__func__))
         elif isinstance(x, types.CellType):
-            self._hold(x, _read(x, _CELL), functools.partial(_write_slots, slots=_CELL))
+            self._record(x, _read(x, _CELL), functools.partial(_write_slots, slots=_CELL))
         elif _is_users_module(x.__globals__.get("__name__")):
-            self._follow((x.__closure__, x.__defaults__, x.__kwdefaults__))
-            self._hold(x.__dict__, dict(x.__dict__), _write_attributes)
+            self._visit_all((x.__closure__, x.__defaults__, x.__kwdefaults__))
+            self._record(x.__dict__, dict(x.__dict__), _write_attributes)
         else:
-            self._follow([getattr(x, "__wrapped__", None)])
+            self._visit_all([getattr(x, "__wrapped__", None)])
 
     # -- what they refer to ------------------------------------------------------------------------------
 
-    def _hold(
+    def _record(
         self, x: Any, had: Any, write: Callable[[Any, Any], None], *, counted: bool = True
     ) -> None:
-        """Note what ``x`` refers to, which ``write`` gives it again; copies of iterators take their place."""
+        """Record the references of ``x``, which ``write`` restores; copies of iterators take their place."""
         values = had.values() if isinstance(had, dict) else had
         kinds = set(map(type, values))
         if any(map(_is_iterator, kinds)) and not isinstance(had, set):
-            write(x, _mapped(had, self._within))
-            self._held.append((lambda x, had: write(x, _mapped(had, self._after)), x, had))
+            write(x, _mapped(had, self._substitute))
+            self._held.append((lambda x, had: write(x, _mapped(had, self._original)), x, had))
         else:
             self._held.append((write, x, had))
         if not kinds <= _SIMPLE:
-            self._follow(values, counted=counted)
+            self._visit_all(values, counted=counted)
 
     def _is_alive(self, x: Any) -> bool:
-        """True if a thread or the like, or a container with one in it."""
+        """True for a thread or the like, or a container with one in it."""
         if issubclass(type(x), _ALIVE):
             return True
         if not issubclass(type(x), _HOLDERS):
@@ -252,7 +252,7 @@ class Snapshot:
             self._alive[id(x)] = any(issubclass(kind, _ALIVE) for kind in set(map(type, values)))
         return self._alive[id(x)]
 
-    def _follow(self, values: Iterable[Any] | None, *, counted: bool = True) -> None:
+    def _visit_all(self, values: Iterable[Any] | None, *, counted: bool = True) -> None:
         for value in values or ():
             if type(value) in _SIMPLE or id(value) in self._seen:
                 continue
@@ -261,17 +261,17 @@ class Snapshot:
             self._left -= counted
             self._next.append(value)
 
-    def _within(self, x: Any) -> Any:
-        """What is in the place of a value until it is put back."""
+    def _substitute(self, x: Any) -> Any:
+        """The substitute of a value until the snapshot is restored."""
         if not _is_iterator(type(x)):
             return x
         if id(x) not in self._iterators:
-            self._iterators[id(x)] = x, stand_in_for(x) if _is_its_iterator(x) else x
+            self._iterators[id(x)] = x, replayable(x) if _is_its_iterator(x) else x
         stand_in = self._iterators[id(x)][1]
         if type(stand_in) is Replay:
             self._replay(stand_in)
         elif stand_in is not x:
-            self._follow(x.__reduce__()[1])  # what it runs over
+            self._visit_all(x.__reduce__()[1])  # the iterated object
         return stand_in
 
     def _replay(self, x: Replay) -> None:
@@ -280,8 +280,8 @@ class Snapshot:
             x.begin(self._generators)
             self._put_back.append(x.rewind)
 
-    def _after(self, x: Any) -> Any:
-        """What is put back for a value: the object itself, unless it was drawn from."""
+    def _original(self, x: Any) -> Any:
+        """The value to restore: the object itself, unless it was drawn from."""
         stand_in = self._iterators.get(id(x), (x, x))[1]
         return stand_in if type(stand_in) is Replay and stand_in.is_ahead else x
 
@@ -295,7 +295,7 @@ _CELL = {"cell_contents": vars(types.CellType)["cell_contents"]}
 
 
 def _is_users(cls: type) -> bool:
-    """True if instances of a class are looked into: not those of Python and installed packages."""
+    """True if instances of a class are read: not those of Python and installed packages."""
     return _is_users_module(cls.__module__)
 
 
@@ -309,14 +309,14 @@ def _is_users_module(name: Any) -> bool:
 
 
 def _is_simple(kind: type, values: Iterable[Any]) -> bool:
-    """True if an object of an installed package has nothing but numbers: an average, say."""
+    """True if an object of an installed package has only numbers, such as an average."""
     if is_library(kind.__module__) or kind.__module__.startswith("lightning_cp."):
         return False
     return {type(x) for x in values} <= _SIMPLE | {torch.Tensor}
 
 
 def _is_iterator(kind: type) -> bool:
-    """True if an iterator that does not keep its place in attributes of the user's class."""
+    """True for an iterator that does not hold its position in attributes of a user's class."""
     if not hasattr(kind, "__next__") or not hasattr(kind, "__iter__") or kind is Replay:
         return False
     if issubclass(kind, (io.IOBase, *_OF_A_RUN, *_PROXIES)):
@@ -327,10 +327,10 @@ def _is_iterator(kind: type) -> bool:
 
 
 def _is_its_iterator(x: Any) -> bool:
-    """True if a loop over it draws from it, not from another: a proxy of a package answers for an object."""
+    """True if a loop over it draws from it, not from another: a package's proxy may act for an object."""
     try:
         return iter(x) is x
-    except Exception:  # any: it is the user's
+    except Exception:  # any type: the code is the user's
         return False
 
 
@@ -338,7 +338,7 @@ def _is_its_iterator(x: Any) -> bool:
 
 
 def _mapped(had: Any, of: Callable[[Any], Any]) -> Any:
-    """The same list or dict, of other values."""
+    """The same list or dict, with mapped values."""
     if isinstance(had, dict):
         return {name: of(x) for name, x in had.items()}
     return [of(x) for x in had]
@@ -408,7 +408,7 @@ def _read(x: Any, slots: dict[str, Any]) -> dict[str, Any]:
     for name, slot in slots.items():
         try:
             had[name] = slot.__get__(x)
-        except (AttributeError, ValueError):  # empty; the second one of a cell
+        except (AttributeError, ValueError):  # an empty slot; ValueError for a cell
             continue
     return had
 
@@ -436,27 +436,29 @@ def _fill(x: np.ndarray[Any, Any], had: np.ndarray[Any, Any]) -> None:
         np.copyto(x, had)
 
 
-def put_into(x: torch.Tensor, then: torch.Tensor) -> None:
-    """Give a tensor the numbers that it had, if it has others."""
+def restore_values(x: torch.Tensor, then: torch.Tensor) -> None:
+    """Restore the values of a tensor, if they have changed."""
     with torch.no_grad():
         if x.shape == then.shape and not torch.equal(x, then):
             x.copy_(then)
 
 
-def keep_buffers(module: nn.Module) -> Callable[[], None]:
-    """A module's buffers, where a step puts other tensors in their place too; returns what puts them back."""
+def save_buffers(module: nn.Module) -> Callable[[], None]:
+    """Record a module's buffers, also if a step replaces the tensors; return the function that
+    restores them.
+    """
     kept = dict(module._buffers)
     copies = {
         name: x.detach().clone() for name, x in kept.items() if x is not None and is_strided(x)
     }
 
-    def put_back() -> None:
+    def restore() -> None:
         module._buffers.clear()
         module._buffers.update(kept)
         for name, then in copies.items():
-            put_into(module._buffers[name], then)  # type: ignore[arg-type]
+            restore_values(module._buffers[name], then)  # type: ignore[arg-type]
 
-    return put_back
+    return restore
 
 
 def _states_of(metric: Metric) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The same batch with fewer labels: ranks and rows have other numbers of targets than of tokens.
+"""The same batch with fewer labels, so that ranks and rows have different numbers of targets than of tokens.
 
-A batch with a target for every token cannot tell a mean over targets from one over tokens or rows, and a
-later batch would.
+With a target for every token a mean over targets equals one over tokens or rows, but in a later batch it may
+not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_cp.utils.labels import IGNORED_LABEL
 
 
 def has_ignored(whole: WholeBatch, layout: SequenceLayout) -> bool:
-    """True if a token of the batch or of its padding has no target, so that a step knows such labels."""
+    """True if a token of the batch or of its padding has no target, so the step supports such labels."""
     labels = whole.aligned_labels
     padded = layout.local_len * layout.cp_size > layout.seq_len
     return labels is not None and (padded or bool((labels == IGNORED_LABEL).any()))
@@ -28,7 +28,7 @@ def has_ignored(whole: WholeBatch, layout: SequenceLayout) -> bool:
 def with_uneven_labels(
     batch: Any, whole: WholeBatch, rules: BatchRules, layout: SequenceLayout
 ) -> Any | None:
-    """A copy of a batch some of whose labels are left out; each rank's part of a row keeps some.
+    """A copy of a batch without some of its labels; each rank's part of a row keeps some.
 
     Returns:
         ``None`` if there are no labels that can be left out, or too few.
@@ -37,7 +37,7 @@ def with_uneven_labels(
     if labels is None or not _can_be_left_out(labels):
         return None
     if key in KNOWN_DIMS and key not in PAD_VALUES:
-        return None  # input_ids, which the model reads
+        return None  # the model reads input_ids
     targets = (labels != IGNORED_LABEL).movedim(whole.label_dim, -1)
     left_out = _left_out(targets.reshape(-1, whole.seq_len).cpu(), layout)
     if not left_out.any():
@@ -61,14 +61,14 @@ def _can_be_left_out(labels: torch.Tensor) -> bool:
 
 
 def _left_out(targets: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
-    """Of bool [rows, S], those to be left out: evenly spaced among each rank's targets of a row."""
+    """A mask bool [rows, S] of labels to leave out, evenly spaced among each rank's targets of a row."""
     left_out = torch.zeros_like(targets)
     rows = torch.arange(len(targets))[:, None]
     for rank in range(layout.cp_size):
         positions = layout.positions(rank)
         positions = positions[positions < layout.seq_len]
         of_rank = ALL - MOST * rank // max(1, layout.cp_size - 1)
-        # No rank's proportions between rows are another one's, and no layout's parts are alike.
+        # Proportions between rows differ for each rank, and so do the parts of each layout.
         of_rows = torch.where(rows % 2 == 0, of_rank, of_rank**2 // ALL) * (4 - rows % 3) // 4
         first_half = torch.arange(len(positions)) * 2 < len(positions)
         mine = targets[:, positions]

@@ -137,7 +137,7 @@ class ActivationBytes:
     """One norm: its input in float32, its root, and the factor of its weight."""
     norms_behind: int
     """Both norms after attention and the MLP (gemma2)."""
-    given: int
+    norm_output: int
     """Input of the projections of attention, or of the MLP: the norm's output."""
     attention: int
     mlp: int
@@ -145,7 +145,7 @@ class ActivationBytes:
     @property
     def total(self) -> int:
         """Bytes of the layer."""
-        return 2 * (self.norm + self.given) + self.norms_behind + self.attention + self.mlp
+        return 2 * (self.norm + self.norm_output) + self.norms_behind + self.attention + self.mlp
 
 
 def layer_bytes(step: RankStep) -> ActivationBytes:

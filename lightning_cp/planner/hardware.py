@@ -230,7 +230,7 @@ def _read(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}). {_RERUN}") from error
     except ValueError as error:
-        raise ConfigError(f"{file} is no JSON ({error}). {_RERUN}") from error
+        raise ConfigError(f"{file} is not valid JSON ({error}). {_RERUN}") from error
     if not isinstance(given, dict):
         raise ConfigError(f"{file} is a JSON {type(given).__name__}, not an object. {_RERUN}")
     return given

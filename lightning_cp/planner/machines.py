@@ -301,7 +301,7 @@ def _compute(hardware: Hardware, dtype: str | None) -> ComputeRate:
             return rate
     there = ", ".join(rate.dtype for rate in hardware.compute) or "none"
     raise ConfigError(
-        f"what {hardware.device_name} computes beside attention was not measured"
+        f"compute of {hardware.device_name} besides attention was not measured"
         f"{f' with {dtype}' if dtype else ''}, only: {there}. Measure it, with kernels and links: python -m "
         f"lightning_cp.bench{f' dtype={dtype}' if dtype else ''}"
     )

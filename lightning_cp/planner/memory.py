@@ -51,7 +51,7 @@ class MemoryMoment:
     name: str
     layers: int = 0
     """Saved by layers, without the recomputed or new tensors of the layer in backward."""
-    beside: int = 0
+    outside_layers: int = 0
     """Saved outside of layers."""
     working: int = 0
     """Saved and temporary tensors of the block, or norm, in backward."""
@@ -180,7 +180,7 @@ def _in_block(step: RankStep, units: UnitBytes, at: int) -> Iterator[MemoryMomen
     layers, own = _before_and_own(step, kept, at)
     own += step.of_features  # the gradient of the block's output
     behind = kept.norms_behind // 2
-    before_norm = own - behind - kept.mlp - kept.norm - kept.given
+    before_norm = own - behind - kept.mlp - kept.norm - kept.norm_output
     frame = MemoryMoment(
         "",
         layers * step.tokens,
@@ -286,7 +286,7 @@ class Memory:
             "gathered parameters": now.gathered,
             "gradients": now.gradients + self.accumulated,
             "buffers of reductions": now.buffers,
-            "activations": now.layers + now.beside + now.working + now.batch,
+            "activations": now.layers + now.outside_layers + now.working + now.batch,
             "optimizer's temporaries": now.temporaries,
             "attention buffers": now.attention,
             "logits and loss": now.loss,

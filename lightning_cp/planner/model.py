@@ -174,7 +174,7 @@ def read_config(file: Path | str) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise ConfigError(
-            f"model: {path} is no JSON ({error}). Give the config.json of a model."
+            f"model: {path} is not valid JSON ({error}). Give the config.json of a model."
         ) from error
     if not isinstance(given, dict):
         raise ConfigError(

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import torch
 import torch.autograd.profiler as profiler
@@ -22,17 +23,17 @@ from torch.profiler import ProfilerActivity
 
 from lightning_cp.attention.checkpointing import current_stash
 from lightning_cp.attention.plan import AttentionPlan
-from lightning_cp.comm.consensus import agree, gather_lists_by_vote
+from lightning_cp.comm.consensus import check_equal, gather_by_vote
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.protocol import accumulate_dtype
 from lightning_cp.layout.axes import Flat
 from lightning_cp.layout.cost import Traffic, attention_traffic
 from lightning_cp.mesh import ContextParallelMesh
-from lightning_cp.profile.report import trace_name, write_summary
-from lightning_cp.profile.summary import RankSummary
-from lightning_cp.profile.timeline import timeline_of
 from lightning_cp.profile.trace import BEGIN, END, read_trace
 from lightning_cp.utils.tracing import profile_range
+
+if TYPE_CHECKING:
+    from lightning_cp.profile.summary import RankSummary
 
 
 class ScheduledWork:
@@ -191,7 +192,9 @@ class _Recording:
             error = refused
         try:
             with profile_range(BEGIN):
-                agree({"step": step}, self._group, what="profile", error=error, remedy=_SAME_STEPS)
+                check_equal(
+                    {"step": step}, self._group, what="profile", error=error, remedy=_SAME_STEPS
+                )
         except BaseException:
             if error is None:
                 self.stop()
@@ -216,14 +219,18 @@ class _Recording:
 
     def end(self) -> None:
         """Write this rank's trace; the first rank writes the summary of all."""
+        from lightning_cp.profile.report import write_summary
+
         report = self._report()
-        reports = [
-            found for (found,) in gather_lists_by_vote([report], self._group, what="profile")
-        ]
+        reports = gather_by_vote(report, self._group, what="end of the profile")
         if report.rank == reports[0].rank:
             write_summary(reports, self._step, self._folder)
 
     def _report(self) -> RankSummary:
+        from lightning_cp.profile.report import trace_name
+        from lightning_cp.profile.summary import RankSummary
+        from lightning_cp.profile.timeline import timeline_of
+
         rank = dist.get_rank()
         try:
             if self._on_gpu:

@@ -23,7 +23,12 @@ from lightning_cp.randomness.token_draws import (
     dropout_mask,
     token_words,
 )
-from lightning_cp.utils.patching import replace_everywhere, without_garbage_collection
+from lightning_cp.utils.patching import (
+    ChainedPatch,
+    PatchSet,
+    ReplacedFunction,
+    without_garbage_collection,
+)
 
 _SAMPLES: dict[str, Callable[..., torch.Tensor]] = {
     "uniform_": counter.uniform,
@@ -271,7 +276,7 @@ _TENSOR: dict[str, Wrap] = {
 }
 
 _users: list[object] = []
-_undo: list[Callable[[], None]] = []
+_patches = PatchSet()
 
 
 @without_garbage_collection()
@@ -289,8 +294,8 @@ def patch_random_functions() -> Callable[[], None]:
     def end() -> None:
         if me in _users:
             _users.remove(me)
-            while not _users and _undo:
-                _undo.pop()()
+            if not _users:
+                _patches.undo()
 
     return end
 
@@ -310,15 +315,13 @@ def without_dropout() -> Iterator[None]:
 
 def _replace() -> None:
     originals = {name: getattr(torch, name) for name in _TORCH}
-    ours = {name: _TORCH[name](name, original) for name, original in originals.items()}
-    replace_everywhere({originals[name]: ours[name] for name in ours})
-    _undo.append(lambda: replace_everywhere({ours[name]: originals[name] for name in ours}))
+    _patches.put_functions(
+        [
+            ReplacedFunction(torch, name, _TORCH[name](name, original), ChainedPatch(original))
+            for name, original in originals.items()
+        ]
+    )
     places = [(torch._VF, dict.fromkeys(_VF_NAMES, _dropout)), (torch.Tensor, _TENSOR)]
     for home, wraps_of in places:
         for name, wrap in wraps_of.items():
-            setattr(home, name, wrap(name, getattr(home, name)))
-            _undo.append(_deleting(home, name))
-
-
-def _deleting(home: Any, name: str) -> Callable[[], None]:
-    return lambda: delattr(home, name)
+            _patches.put_value(home, name, wrap(name, getattr(home, name)))

@@ -118,7 +118,7 @@ class TokenDraws:
         self._off = 0
         self._shared: tuple[frozenset[int], int] = frozenset(), 0
         self._warned: set[str] = set()
-        self._asked: list[str] | None = []
+        self._requests: list[str] | None = []
 
     def begin(self, tokens: StepTokens) -> None:
         """Begin a step on these tokens; end the previous one."""
@@ -128,13 +128,13 @@ class TokenDraws:
 
     def pop_calls(self) -> list[str]:
         """Remove and return the recorded draws, one text per call: the shape, or "tokens"."""
-        asked = self._asked or []
-        self._asked = None if self._asked is None else []
+        asked = self._requests or []
+        self._requests = None if self._requests is None else []
         return asked
 
     def stop_recording(self) -> None:
         """Stop recording draws, after the first warning about a difference between ranks."""
-        self._asked = None
+        self._requests = None
 
     def end(self) -> None:
         """End the step: everything is drawn as usual."""
@@ -208,8 +208,8 @@ class TokenDraws:
             parameter: they are for a parameter.
         """
         found = self._find(shape, activation=activation, parameter=parameter)
-        if self._asked is not None:
-            self._asked.append(str(tuple(shape)) if found is None else "tokens")
+        if self._requests is not None:
+            self._requests.append(str(tuple(shape)) if found is None else "tokens")
         return found
 
     def _find(self, shape: Sequence[int], *, activation: bool, parameter: bool) -> TokenDims | None:

@@ -1,4 +1,4 @@
-"""Exact resume under Fabric: an object for the state that ``fabric.save`` and ``fabric.load`` are given."""
+"""Exact resume under Fabric: an object to put into the state of ``fabric.save`` and ``fabric.load``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_cp.errors import CheckpointError
 from lightning_cp.loaders.synchronized import LoaderProxy, SharedLoader
-from lightning_cp.resume.record import Point, point_of, record_of
-from lightning_cp.resume.replay import Buffers, lay_out, orders_of
+from lightning_cp.resume.record import ResumePoint, point_of, record_of
+from lightning_cp.resume.replay import BufferCopies, orders_of, set_orders
 from lightning_cp.runtime.mesh_builder import MeshBuilder
 
 
 class RunState:
-    """Random numbers of every rank and the place of every loader: ``fabric.strategy.run_state``.
+    """Random numbers of every rank and position of every loader: ``fabric.strategy.run_state``.
 
     Put it into the state, and load last, after ``setup`` and ``setup_dataloaders``::
 
@@ -30,10 +30,9 @@ class RunState:
             for index, batch in enumerate(loader, run.batches(loader)):
                 ...
 
-    The next pass through a loader goes on with the first batch that no optimizer step has used: after a save
+    The next pass through a loader begins with the first batch that no optimizer step has used: after a save
     inside an accumulation window, with the window's first. A step uses all batches that were read before it.
-    Buffers of the models that are saved with it are those of that place, too. All ranks save and load
-    together.
+    Buffers of models saved with it are those of that position, too. All ranks save and load together.
     """
 
     def __init__(self, run: MeshBuilder) -> None:
@@ -41,66 +40,67 @@ class RunState:
         self._loaders: list[weakref.ref[SharedLoader]] = []
         self._wrapped: list[weakref.ref[nn.Module]] = []
         self._optimizers: list[weakref.ref[Optimizer]] = []
-        self._begun: Point | None = None
-        self._buffers = Buffers()
+        self._begun: ResumePoint | None = None
+        self._buffers = BufferCopies()
         self.device = torch.device("cpu")
-        """Of this rank; the strategy says which."""
+        """This rank's device, set by the strategy."""
 
     # -- for scripts -----------------------------------------------------------------------------
 
     def epoch(self, loader: Any) -> int:
-        """Passes through a loader of ``fabric.setup_dataloaders`` that are finished."""
+        """Return the number of finished passes through a loader of ``fabric.setup_dataloaders``."""
         return _shared(loader).place.finished
 
     def batches(self, loader: Any) -> int:
-        """Batches of the current pass that were read; 0 between passes."""
+        """Return the number of batches read in the current pass; 0 between passes."""
         place = _shared(loader).place
         return 0 if place.ended else place.read
 
     def state_dict(self) -> dict[str, Any]:
-        """The entries of a checkpoint; all ranks call this."""
+        """Return the entries for a checkpoint. Collective."""
         record = record_of(lambda: self._begun or self._now(), self._run.mesh)
         return {**record, "buckets": orders_of(self._models)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there: random numbers at once, loaders with their next pass; all ranks call this.
+        """Resume from the entries: random numbers at once, loaders with their next pass. Collective.
 
         Raises:
-            CheckpointError: written by a later version, or with another number of loaders than there are.
+            CheckpointError: a later version wrote the state, or the number of loaders differs.
         """
-        point = self.fitting(state_dict)
+        point = self.state_to_resume(state_dict)
         for shared, saved in zip(self._followed, point.loaders, strict=True):
-            shared.place.begin_from(saved, counts_epochs=True)
+            shared.place.start_next_pass_at(saved, counts_epochs=True)
         self._begun = None
-        lay_out(self._models, state_dict["buckets"])
+        set_orders(self._models, state_dict["buckets"])
         point.restore_random(self.device)
 
     # -- for the strategy ------------------------------------------------------------------------
 
-    def fitting(self, state_dict: dict[str, Any]) -> Point:
-        """The state that this rank would resume from; nothing is changed yet.
+    def state_to_resume(self, state_dict: dict[str, Any]) -> ResumePoint:
+        """Return the state that this rank would resume from; changes nothing.
 
         Raises:
-            CheckpointError: written by a later version, or with another number of loaders than there are.
+            CheckpointError: a later version wrote the state, or the number of loaders differs.
         """
         point = point_of(state_dict, self._run.mesh, torch.distributed.get_rank())
         saved, there = len(point.loaders), len(self._followed)
         if saved != there:
             raise CheckpointError(
-                f"the checkpoint has the places of {saved} loaders, but there are {there} of "
-                "fabric.setup_dataloaders. Before fabric.load set up those that there were when it was "
-                "saved, in the same order, and keep them: one that is dropped has no place."
+                f"the checkpoint has positions of {saved} loaders, but there are {there} of "
+                "fabric.setup_dataloaders. Before fabric.load, set up the loaders of the saved run in the "
+                "same order, and keep references to them."
             )
         return point
 
-    def take_back(self, tree: dict[str, Any], modules: Mapping[str, nn.Module]) -> None:
-        """Of what is about to be saved: buffers are those of the point that ``state_dict`` gives."""
+    def restore_buffers(self, tree: dict[str, Any], modules: Mapping[str, nn.Module]) -> None:
+        """Replace the buffers of ``modules`` in a tree to save by those of the point that
+        ``state_dict`` returns."""
         if self._begun is not None:
             for key in modules:
-                tree[key] = self._buffers.put_back(tree[key])
+                tree[key] = self._buffers.replace_in(tree[key])
 
     def follow(self, shared: SharedLoader) -> None:
-        """One more loader, in the order of the script."""
+        """Track a loader; call it in the order of the script."""
         self._loaders.append(weakref.ref(shared))
         known = weakref.ref(self)  # a loader may outlive its strategy
 
@@ -109,16 +109,16 @@ class RunState:
             if state is not None:
                 state._begins_batch()
 
-        shared.tell(before_training=before_training)
+        shared.set_callbacks(before_training=before_training)
 
-    def follow_model(self, wrapped: nn.Module) -> None:
-        """One more model, in the order of the script."""
+    def track_model(self, wrapped: nn.Module) -> None:
+        """Track a model; call it in the order of the script."""
         if not self._wrapped:
             _follow_steps(self)
         self._wrapped.append(weakref.ref(wrapped))
 
-    def follow_optimizer(self, optimizer: Optimizer) -> None:
-        """One more optimizer."""
+    def track_optimizer(self, optimizer: Optimizer) -> None:
+        """Track an optimizer."""
         self._optimizers.append(weakref.ref(optimizer))
 
     @property
@@ -130,29 +130,31 @@ class RunState:
         return [model for known in self._wrapped if (model := known()) is not None]
 
     def steps(self) -> None:
-        """An optimizer did: what was read so far is used."""
+        """Record an optimizer step: all batches read so far are used."""
         self._begun = None
 
     def has_stepped(self, optimizer: Optimizer) -> None:
-        """It did, whosever it is: one that Fabric was never given may step parameters of a model."""
+        """Record the step of any optimizer, also one that Fabric was not given, if it holds a tracked
+        parameter."""
         if not any(known() is optimizer for known in self._optimizers):
             own = {id(p) for model in self._models for p in model.parameters()}
             if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
                 return
-            self.follow_optimizer(optimizer)
+            self.track_optimizer(optimizer)
         self.steps()
 
     def _begins_batch(self) -> None:
         if self._begun is None:
             self._begun = self._now()
-            self._buffers.keep(self._models)
+            self._buffers.save(self._models)
 
-    def _now(self) -> Point:
-        return Point.now(self.device, [loader.saved_place() for loader in self._followed])
+    def _now(self) -> ResumePoint:
+        return ResumePoint.now(self.device, [loader.saved_place() for loader in self._followed])
 
 
 def _follow_steps(state: RunState) -> None:
-    """Tell of the steps of all optimizers, also where a user calls one itself, past Fabric's wrapper."""
+    """Record the steps of all optimizers, also where a user calls one itself instead of Fabric's
+    wrapper."""
     known = weakref.ref(state)
 
     def after_step(optimizer: Optimizer, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint's record of every rank, the same on all; and the part that a rank resumes from."""
+"""Resume record of all ranks, as a checkpoint holds it, and the part that one rank resumes from."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ Record = dict[str, Any]
 
 
 @dataclass
-class Point:
-    """This rank's state at one moment; cheap to take, packed when it is saved."""
+class ResumePoint:
+    """This rank's state at one moment; cheap to take, encoded when it is saved."""
 
     random: RandomStates
     device: torch.Tensor | None = None
-    """The generator of this rank's accelerator."""
+    """State of the accelerator's generator on this rank."""
     loaders: list[dict[str, Any]] = field(default_factory=list)
-    """`Place.saved` of each."""
+    """`LoaderPosition.saved` of each loader."""
 
     @classmethod
-    def now(cls, device: torch.device, loaders: Sequence[dict[str, Any]]) -> Point:
-        """Of this moment."""
+    def now(cls, device: torch.device, loaders: Sequence[dict[str, Any]]) -> ResumePoint:
+        """Return the present state."""
         own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(RandomStates.now(), own, list(loaders))
 
     def restore_random(self, device: torch.device) -> None:
-        """Have all generators of the process go on from here."""
+        """Restore all generators of the process to this state."""
         self.random.restore()
         if self.device is not None and device.type == "cuda":
             torch.cuda.set_rng_state(self.device, device)
 
 
-def record_of(point: Callable[[], Point], mesh: ContextParallelMesh) -> Record:
-    """Every rank's point; all ranks call this.
+def record_of(point: Callable[[], ResumePoint], mesh: ContextParallelMesh) -> Record:
+    """Return every rank's point. Collective.
 
     Args:
-        point: gives this rank's; what a loader or a dataset of the user raises there is an error on all.
-        mesh: of the run.
+        point: returns this rank's point; an error of the user's loader or dataset is raised on all ranks.
+        mesh: the process groups.
 
     Raises:
         ConfigError: a loader's own state holds more than numbers, strings, containers and tensors.
         CheckpointError: another rank has raised.
     """
-    parts, part_of = _without_repetitions(lambda: _as_bytes(_part_of(point())))
+    parts, part_of = _distinct(lambda: _as_bytes(_part_of(point())))
     return {
         "format": FORMAT,
         "mesh": _sizes(mesh),
@@ -66,7 +66,7 @@ def record_of(point: Callable[[], Point], mesh: ContextParallelMesh) -> Record:
     }
 
 
-def _part_of(point: Point) -> dict[str, Any]:
+def _part_of(point: ResumePoint) -> dict[str, Any]:
     return {
         "random": point.random.packed(),
         "device": point.device,
@@ -74,15 +74,16 @@ def _part_of(point: Point) -> dict[str, Any]:
     }
 
 
-def point_of(record: Mapping[str, Any], mesh: ContextParallelMesh, rank: int) -> Point:
-    """The state that this rank resumes from.
+def point_of(record: Mapping[str, Any], mesh: ContextParallelMesh, rank: int) -> ResumePoint:
+    """Return the state that this rank resumes from.
 
-    On the mesh that saved it, its own part. On another one: the random numbers of the rank that had its place
-    in the mesh, and the loaders of the first rank that read its samples. Where more ranks read different
-    samples than before, and ranks did differ, the new ones draw from seeds derived from the old state.
+    On the mesh that saved it, its own part. On another mesh: the random numbers of the rank that had its
+    place in the mesh, and the loaders of the first rank that read its samples. If more ranks read
+    different samples than before, and ranks did differ, the new ones draw from seeds derived from the old
+    state.
 
     Raises:
-        CheckpointError: written by a later version.
+        CheckpointError: a later version wrote the record.
     """
     if record.get("format") != FORMAT:
         raise CheckpointError(
@@ -103,19 +104,21 @@ def point_of(record: Mapping[str, Any], mesh: ContextParallelMesh, rank: int) ->
     loaders = _unpacked(parts[part_of[reader]]).loaders
     point.loaders = [{**each, "ranks": ranks} for each in loaders]
     if mesh.data_rank >= saved["data"] and len(parts) > 1:
-        _seed_anew(point, mesh.data_rank)
+        _reseed(point, mesh.data_rank)
     return point
 
 
-def _without_repetitions(make: Callable[[], bytes]) -> tuple[list[bytes], list[int]]:
-    """The different values of ranks, and for each rank which it has; as a rule all have the same."""
+def _distinct(make: Callable[[], bytes]) -> tuple[list[bytes], list[int]]:
+    """Return the distinct values of ranks, and each rank's index among them; usually all are equal."""
     world, made = World(), list[bytes]()
 
     def digest() -> bytes:
         made.append(make())
         return hashlib.sha256(made[0]).digest()
 
-    digests = world.run_on_all(digest, lambda said: CheckpointError(f"nothing is saved: {said}"))
+    digests = world.gather_results(
+        digest, lambda said: CheckpointError(f"nothing is saved: {said}")
+    )
     data = made[0]
     owners = sorted({digests.index(digest) for digest in digests})
     held = world.gather(data if world.rank in owners else b"") if len(owners) > 1 else [data]
@@ -123,13 +126,14 @@ def _without_repetitions(make: Callable[[], bytes]) -> tuple[list[bytes], list[i
     return [held[owner] for owner in owners], [places[digest] for digest in digests]
 
 
-def _unpacked(part: Mapping[str, Any]) -> Point:
+def _unpacked(part: Mapping[str, Any]) -> ResumePoint:
     loaders = [unpacked(saved) for saved in part["loaders"]]
-    return Point(RandomStates.unpacked(part["random"]), part["device"], loaders)
+    return ResumePoint(RandomStates.unpacked(part["random"]), part["device"], loaders)
 
 
-def _seed_anew(point: Point, data_rank: int) -> None:
-    """Numbers that no other data rank draws, the same each time that this checkpoint is resumed."""
+def _reseed(point: ResumePoint, data_rank: int) -> None:
+    """Seed with numbers that no other data rank draws, the same each time that this checkpoint is
+    resumed."""
     old = point.random.torch.numpy().tobytes()
     digest = hashlib.sha256(old + data_rank.to_bytes(4, "little")).digest()
     torch_seed, python_seed, numpy_seed = (digest[at : at + 8] for at in (0, 8, 16))
@@ -148,15 +152,15 @@ def _sizes(mesh: ContextParallelMesh) -> dict[str, int]:
 
 
 def _as_bytes(part: Mapping[str, Any]) -> bytes:
-    """As ``torch.save`` writes it; what ``weights_only`` would refuse is refused now."""
+    """Serialize with ``torch.save``; refuse now what ``weights_only`` would refuse later."""
     buffer = io.BytesIO()
     try:
         torch.save(part, buffer)
         _read(buffer.getvalue())
     except Exception as error:
         raise ConfigError(
-            "the state_dict() of a loader or its dataset cannot be kept in a checkpoint, which holds "
-            f"numbers, strings, lists, dicts and tensors only: {error}"
+            "the state_dict() of a loader or its dataset cannot be saved: it may hold numbers, "
+            f"strings, lists, dicts and tensors only ({error})."
         ) from error
     return buffer.getvalue()
 

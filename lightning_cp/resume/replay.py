@@ -1,4 +1,5 @@
-"""State besides gradients that a micro-batch changes, for a replay: buffers, and callbacks that count."""
+"""State besides gradients that a micro-batch changes (buffers, counting callbacks), copied for a
+replay."""
 
 from __future__ import annotations
 
@@ -19,25 +20,25 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_cp.utils.dtensor import local_part
 
 OF_STEPS = "state_is_of_steps"
-"""True of callbacks whose state changes with an optimizer's step only: nothing is to be taken back."""
+"""True for callbacks whose state changes only with an optimizer step, so that nothing is restored."""
 _PLAIN = (int, float, str, bool, type(None))
 
 
 _Owned = tuple[nn.Module, str]
-"""A buffer by the module that has it, and its name there."""
+"""A module and the name of one of its buffers."""
 
 
-class Buffers:
-    """Copies of modules' persistent buffers, as they were when they were kept last."""
+class BufferCopies:
+    """Copies of modules' persistent buffers, as of the last ``keep``."""
 
     def __init__(self) -> None:
         self._copies: dict[_Owned, torch.Tensor] = {}
 
-    def keep(self, modules: Iterable[nn.Module]) -> None:
-        """Copy all of them, into the memory of the copies before.
+    def save(self, modules: Iterable[nn.Module]) -> None:
+        """Copy all buffers, reusing the memory of the earlier copies.
 
-        Which have changed is not asked: batch norm and ``.data`` write past a tensor's version, and comparing
-        takes longer than copying, on a GPU with a wait for each.
+        Changed buffers are not detected: batch norm and ``.data`` write past a tensor's version, and
+        comparing takes longer than copying, with a wait for each on a GPU.
         """
         copies: dict[_Owned, torch.Tensor] = {}
         values: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -53,29 +54,29 @@ class Buffers:
             into.append(_here(own))
             of.append(_here(buffer))
         with torch.no_grad():
-            for into, of in values.values():  # a GPU copies those of one dtype at once
+            for into, of in values.values():  # a GPU copies all of one dtype in one call
                 torch._foreach_copy_(into, of)
         self._copies = copies
 
-    def put_back(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state of these modules with the copies in place of buffers.
+    def replace_in(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state of these modules with the copies in place of buffers.
 
-        Which value is a buffer is told by its memory: modules may have several names, and wrappers and hooks
-        of a state give others.
+        Buffers are recognized by their memory: modules may have several names, and wrappers and state
+        hooks give others.
         """
         kept: dict[Hashable, torch.Tensor] = {}
         for (part, name), copy in self._copies.items():
             buffer = part._buffers.get(name)
-            if buffer is not None and (memory := _memory(buffer)) is not None:
+            if buffer is not None and (memory := _memory_key(buffer)) is not None:
                 kept[memory] = copy
         return {
-            name: kept.get(_memory(x), x) if isinstance(x, torch.Tensor) else x
+            name: kept.get(_memory_key(x), x) if isinstance(x, torch.Tensor) else x
             for name, x in state.items()
         }
 
 
 def _holds(copy: torch.Tensor, buffer: torch.Tensor) -> bool:
-    """True if a buffer's value can be copied into that."""
+    """True if a buffer's value can be copied into ``copy``."""
     return (
         copy.shape == buffer.shape
         and copy.dtype == buffer.dtype
@@ -88,8 +89,9 @@ def _here(x: torch.Tensor) -> torch.Tensor:
     return local_part(x) if isinstance(x, DTensor) else x
 
 
-def _memory(x: torch.Tensor) -> Hashable:
-    """Equal for tensors that are the same values in the same place; ``None`` if they are nowhere."""
+def _memory_key(x: torch.Tensor) -> Hashable:
+    """Return a key that is equal for tensors of the same values in the same memory; ``None`` without
+    memory."""
     x = _here(x)
     if x.layout != torch.strided or not x.data_ptr():
         return None
@@ -97,9 +99,10 @@ def _memory(x: torch.Tensor) -> Hashable:
 
 
 def _persistent(modules: Iterable[nn.Module]) -> Iterator[tuple[_Owned, torch.Tensor]]:
-    """Of the modules and all that they have; a part of several names comes as often."""
+    """Return the persistent buffers of modules and submodules; a shared submodule comes once for each
+    name."""
     parts: list[nn.Module | None] = list(modules)
-    while parts:  # several times as fast as Module.modules(), and every step comes here
+    while parts:  # several times as fast as Module.modules(), and called every step
         part = parts.pop()
         if part is None:
             continue
@@ -109,33 +112,33 @@ def _persistent(modules: Iterable[nn.Module]) -> Iterator[tuple[_Owned, torch.Te
                 yield (part, name), buffer
 
 
-_OTHER = object()
-"""Stands for an attribute that is not copied."""
+_NOT_COPIED = object()
+"""Placeholder for an attribute that is not copied."""
 
 
 class CallbackStates:
     """Attributes of callbacks with a state: numbers and strings, in containers and dataclasses.
 
-    ``state_dict`` itself is called when something is saved, as Lightning calls it, on a copy of the callback
-    that has these attributes: it may be slow, or be counted. Callbacks that keep files are left alone.
+    ``state_dict`` is called only when something is saved, as Lightning calls it, on a copy of the callback
+    with these attributes: it may be slow, or be counted. Callbacks that hold files are skipped.
     """
 
     def __init__(self) -> None:
         self._kept: list[tuple[Any, dict[str, Any]]] = []
 
-    def keep(self, trainer: Trainer) -> None:
-        """Copy them."""
+    def save(self, trainer: Trainer) -> None:
+        """Copy the attributes."""
         callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         self._kept = [(each, _plain_attributes(each)) for each in callbacks if _is_followed(each)]
 
     def states(self) -> dict[str, Any]:
-        """The states of then, of callbacks whose state holds nothing else."""
+        """Return the states of that time, of callbacks whose state holds nothing else."""
         found: dict[str, Any] = {}
         for callback, attributes in self._kept:
             then = object.__new__(type(callback))
             now = callback.__dict__
             then.__dict__ = {
-                name: now.get(name, x) if x is _OTHER else x for name, x in attributes.items()
+                name: now.get(name, x) if x is _NOT_COPIED else x for name, x in attributes.items()
             }
             state = then.state_dict()
             if state and _is_plain(state):
@@ -144,14 +147,16 @@ class CallbackStates:
 
 
 def _is_followed(callback: Any) -> bool:
-    own = getattr(type(callback), "state_dict", Callback.state_dict)  # a test's stand-in has none
+    own = getattr(
+        type(callback), "state_dict", Callback.state_dict
+    )  # stand-ins of tests lack the attribute
     has_state = own is not Callback.state_dict
     return has_state and not isinstance(callback, Checkpoint) and not getattr(callback, OF_STEPS, 0)
 
 
 def _plain_attributes(callback: Any) -> dict[str, Any]:
-    """All that it has, by name; for those that are something else ``_OTHER``."""
-    copies: dict[str, Any] = dict.fromkeys(callback.__dict__, _OTHER)
+    """Return all attributes by name; ``_OTHER`` for those of other types."""
+    copies: dict[str, Any] = dict.fromkeys(callback.__dict__, _NOT_COPIED)
     for name, value in callback.__dict__.items():
         with suppress(_NotPlainError):
             copies[name] = _copied(value)
@@ -163,10 +168,10 @@ class _NotPlainError(Exception):
 
 
 def _copied(state: Any) -> Any:
-    """A deep copy; every step may come here with all that a callback has noted, so it has to be fast.
+    """Copy deeply and fast: it may run every step with all that a callback has recorded.
 
     Raises:
-        _NotPlainError: it holds more than numbers and strings in containers.
+        _NotPlainError: the state holds more than numbers and strings in containers.
     """
     kind = type(state)
     if kind in _PLAIN:
@@ -190,47 +195,46 @@ def _is_plain(state: Any) -> bool:
     return isinstance(state, _PLAIN)
 
 
-# The order in which DistributedDataParallel adds gradients up, which decides how sums are rounded.
+# The order in which DistributedDataParallel adds up gradients, which decides how sums are rounded.
 #
-# It puts parameters into buckets in the order in which they were registered, and after the first backward
-# in that in which gradients come; with four ranks and more, where a number lies in a bucket decides in
-# which order the ranks' parts are added. A run that goes on would begin with the first order once more, so
-# it is given the second one. Only PyTorch's private names tell and set it: where they are missing, nothing
-# is done.
+# It puts parameters into buckets in the order of registration, and after the first backward in the order in
+# which gradients arrive. With four ranks and more, a number's place in its bucket decides in which order
+# the ranks' parts are added. A resumed run would begin with the first order again, so the second one is
+# restored. Only private names of PyTorch read and set it: where they are missing, nothing is done.
 
 
 Order = list[list[int]]
-"""Of every bucket, in the order in which they are filled: places of its parameters among those reduced."""
+"""For each bucket, in the order of filling: indices of its parameters among the reduced ones."""
 
 
 def orders_of(modules: Iterable[nn.Module | None]) -> list[Order | None]:
-    """The orders that the modules' next backwards use; all ranks call this, between steps."""
+    """Return the orders that the modules' next backwards use. Collective, between steps."""
     return [_order_of(module) for module in modules]
 
 
-def lay_out(modules: Sequence[nn.Module | None], orders: Sequence[Order | None]) -> None:
-    """Have each module's next backward use the same; those whose parameters are others are left alone."""
+def set_orders(modules: Sequence[nn.Module | None], orders: Sequence[Order | None]) -> None:
+    """Set the order of each module's next backward; modules with other parameters are skipped."""
     if len(modules) != len(orders):
         return
     for module, order in zip(modules, orders, strict=True):
-        if isinstance(module, DistributedDataParallel) and order and _can(module):
+        if isinstance(module, DistributedDataParallel) and order and _can_reorder(module):
             _lay_out(module, order)
 
 
 def _order_of(module: nn.Module | None) -> Order | None:
-    if not isinstance(module, DistributedDataParallel) or not _can(module):
+    if not isinstance(module, DistributedDataParallel) or not _can_reorder(module):
         return None
     module.reducer._rebuild_buckets()  # as the next forward would
     said = module._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
     if said:
         return [[int(place) for place in bucket.split()] for bucket in str(said).split(",")]
     places = {id(p): place for place, p in enumerate(module._build_params_for_reducer()[0])}
-    buckets = module.reducer._get_zeros_like_grad_buckets()  # not yet said: a run of few steps
+    buckets = module.reducer._get_zeros_like_grad_buckets()  # not set yet: a run of few steps
     return [[places[id(p)] for p in bucket.parameters()] for bucket in buckets]
 
 
-def _can(module: DistributedDataParallel) -> bool:
-    """True if the order changes at all, and this PyTorch has what is needed."""
+def _can_reorder(module: DistributedDataParallel) -> bool:
+    """True if the order changes at all, and this PyTorch has the private names."""
     names = (
         "_ddp_init_helper",
         "_build_params_for_reducer",
@@ -247,15 +251,15 @@ def _lay_out(module: Any, order: Order) -> None:
         return
     names = module._build_debug_param_to_name_mapping(parameters)
     module._remove_autograd_hooks()
-    with _assigned(order):
+    with _set_order(order):
         module._ddp_init_helper(parameters, sparse, names, module.static_graph)
     for hook, state in module._comm_hooks:
         dist._register_comm_hook(module.reducer, state, hook)
 
 
 @contextmanager
-def _assigned(order: Order) -> Iterator[None]:
-    """Have DistributedDataParallel take this order; it reverses what it is given."""
+def _set_order(order: Order) -> Iterator[None]:
+    """Set DistributedDataParallel's order; it reverses its argument."""
     own = dist._compute_bucket_assignment_by_size
 
     def assign(parameters: Any, limits: list[int], *rest: Any, **more: Any) -> Any:

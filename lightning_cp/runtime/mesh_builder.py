@@ -1,4 +1,4 @@
-"""The mesh of a run: made once, as soon as its sizes can be known."""
+"""The mesh of a run: its sizes, from settings, ranks and heads; and its builder."""
 
 from __future__ import annotations
 
@@ -15,25 +15,23 @@ from lightning_cp.layout.auto import DEFAULT_COST
 from lightning_cp.layout.axes import Factors, divisors, factorise, join_with_or
 from lightning_cp.mesh import ContextParallelMesh
 
-# Sizes of the mesh, of what was asked for and of the ranks and heads that there are.
 
-
-def known_heads(
+def resolve_heads(
     settings: StrategyConfig, cp_size: int, model: nn.Module | None, declared: int | None
 ) -> int | None:
-    """Query heads of a tensor-parallel rank; ``None`` if nobody tells.
+    """Return the query heads of a tensor-parallel rank; ``None`` if they are unknown.
 
-    They are as set, or as the model declares them, or as its modules tell. A split that does not depend
-    on the heads is checked against them here, so that setup refuses what the first attention call would.
+    Sources are, in this order, the setting, the mixin's declaration and the model's modules. A split that
+    does not depend on the heads is checked here, at setup, and not in the first attention call.
 
     Args:
         settings: the user's.
         cp_size: ranks that share a sample.
-        model: where the number is looked for; ``None`` before there is one.
-        declared: what the model's mixin says.
+        model: the model to search; ``None`` before there is one.
+        declared: declaration of the model's mixin.
 
     Raises:
-        ConfigError: the heads do not divide, or the split needs their number and no module tells.
+        ConfigError: the heads do not divide, or the split needs their number and no module has it.
     """
     heads = settings.num_heads or declared
     if cp_size == 1:
@@ -52,7 +50,7 @@ def known_heads(
                     f"data_parallel_size={ranks}; ranks then have different samples, as with ddp."
                 )
                 raise UndeclaredError([*others, f"{last} {without}"], unknown.arguments) from None
-    heads = _of_tensor_parallel_rank(settings, heads)
+    heads = _heads_of_tensor_parallel_rank(settings, heads)
     if heads is not None and not settings.needs_heads:
         split(settings, cp_size, heads, None)
     return heads
@@ -61,7 +59,7 @@ def known_heads(
 def split(
     settings: StrategyConfig, cp_size: int, num_heads: int | None, ranks_per_node: int | None
 ) -> Factors:
-    """The split of ``cp_size`` into Ulysses and ring.
+    """Return the split of ``cp_size`` into Ulysses and ring.
 
     Raises:
         ConfigError: a split that the sizes or the heads do not allow.
@@ -81,14 +79,14 @@ def split(
             else min(ranks_per_node or cp_size, cp_size // 2)
         )
         factors = factorise(cp_size, num_heads, max(1, limit) if limit else None)
-    _require_split(settings, factors, cp_size, num_heads)
+    _check_split(settings, factors, cp_size, num_heads)
     return factors
 
 
-def _require_split(
+def _check_split(
     settings: StrategyConfig, factors: Factors, cp_size: int, heads: int | None
 ) -> None:
-    """Refuse a split of ``cp_size`` ranks that the mode or the heads do not allow.
+    """Check that the mode and the heads allow a split of ``cp_size`` ranks.
 
     Raises:
         ConfigError: naming sizes that work.
@@ -136,8 +134,8 @@ def _require_split(
         )
 
 
-def _of_tensor_parallel_rank(settings: StrategyConfig, heads: int | None) -> int | None:
-    """The query heads that are left to a rank by tensor parallelism.
+def _heads_of_tensor_parallel_rank(settings: StrategyConfig, heads: int | None) -> int | None:
+    """Return the query heads that tensor parallelism leaves to a rank.
 
     Raises:
         ConfigError: they do not divide.
@@ -158,7 +156,7 @@ class MeshBuilder:
         self._settings = settings
         self._mesh: ContextParallelMesh | None = None
         self.cost = DEFAULT_COST
-        """How dear communication on the ring is thought to be, for ``layout="auto"``."""
+        """Estimated cost of communication on the ring, for ``layout="auto"``."""
 
     @property
     def mesh(self) -> ContextParallelMesh:
@@ -183,7 +181,7 @@ class MeshBuilder:
 
     @contextmanager
     def use(self, mesh: ContextParallelMesh) -> Iterator[None]:
-        """A block in which another mesh of the same ranks stands in for the run's."""
+        """A block in which another mesh of the same ranks replaces the run's."""
         own, self._mesh = self._mesh, mesh
         try:
             yield
@@ -191,7 +189,7 @@ class MeshBuilder:
             self._mesh = own
 
     def data_rank(self, global_rank: int, world_size: int) -> int:
-        """The sample that this rank works on; known before the mesh, as those that share it are the inner."""
+        """Return the number of this rank's sample; known before the mesh, as data axes are the outer ones."""
         if self._mesh is not None:
             return self._mesh.data_rank
         sharing = resolve_cp_size(self._settings, world_size) * self._settings.tensor_parallel_size
@@ -210,9 +208,9 @@ class MeshBuilder:
         Args:
             world_size: all ranks.
             device_type: ``cpu`` or ``cuda``.
-            ranks_per_node: with fast links between them.
-            model: where the number of heads is looked for, if it is needed and not given.
-            num_heads: what the model declares; the setting of the same name goes first.
+            ranks_per_node: ranks with fast links between them.
+            model: the model to search for its number of heads, if that is needed and not given.
+            num_heads: the model's declaration; the setting of the same name takes precedence.
 
         Raises:
             ConfigError: sizes that do not fit the world or the heads.
@@ -221,7 +219,7 @@ class MeshBuilder:
             resolve_cp_size(self._settings, world_size),
             self._settings.tensor_parallel_size,
         )
-        heads = known_heads(self._settings, cp_size, model, num_heads)
+        heads = resolve_heads(self._settings, cp_size, model, num_heads)
         waits = heads is None and self._settings.needs_heads and cp_size > 1
         if self._mesh is not None or waits:
             return None

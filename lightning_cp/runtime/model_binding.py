@@ -1,4 +1,4 @@
-"""The model of a run: its attention swapped, and how its batches are read."""
+"""The model of a run: its swapped attention, the rules for its batches, and its patches."""
 
 from __future__ import annotations
 
@@ -46,58 +46,57 @@ from lightning_cp.utils.module_hooks import add_hook
 from lightning_cp.utils.patching import StepPatches
 from lightning_cp.utils.tracing import exclude_from_compile
 
-# Attention modules that tell the optimizers of a run of their largest scores (QK-clip).
+# QK-clip: attention modules report their largest scores to the optimizers of a run.
 
 
-def clips_of(optimizers: Iterable[Any]) -> list[QKClip]:
-    """The QK-clips of optimizers, Lightning's wrappers taken off."""
-    found = (getattr(_unwrapped(optimizer), "qk_clip", None) for optimizer in optimizers)
+def find_clips(optimizers: Iterable[Any]) -> list[QKClip]:
+    """Return the QK-clips of optimizers, also of those in Lightning's wrappers."""
+    found = (getattr(_unwrap(optimizer), "qk_clip", None) for optimizer in optimizers)
     return [clip for clip in found if isinstance(clip, QKClip)]
 
 
-def adopted(optimizer: Optimizer, adopt: Callable[[Optimizer], object]) -> None:
-    """Have an engine put sharded parameters into an optimizer, and its QK-clip know them.
+def remap_parameters(optimizer: Optimizer, remap: Callable[[Optimizer], object]) -> None:
+    """Put an engine's sharded parameters into an optimizer and its QK-clip.
 
     Args:
         optimizer: the user's.
-        adopt: what the engine does.
+        remap: the engine's method, for the optimizer alone.
     """
     before = list(_parameters(optimizer))
-    adopt(optimizer)
+    remap(optimizer)
     now = dict(zip(map(id, before), _parameters(optimizer), strict=True))
-    for clip in clips_of([optimizer]):
+    for clip in find_clips([optimizer]):
         clip.follow(now)
 
 
-def collected_modules(
-    model: nn.Module, clips: Iterable[QKClip], is_aside: Callable[[], bool]
+def score_callbacks(
+    model: nn.Module, clips: Iterable[QKClip], is_probe: Callable[[], bool]
 ) -> dict[nn.Module, ScoreCallback]:
-    """The modules whose attention is collected, and who is told.
+    """Return the modules whose scores QK-clips need, with their callbacks.
 
-    They are found by the projections that they hold: names depend on what optimizers were given.
+    Modules are found by their projections: the optimizers' names for them may differ from the model's.
 
     Args:
-        model: everything that is called in a step.
+        model: all modules that a step calls.
         clips: of its optimizers.
-        is_aside: whether a step is none of the run's.
+        is_probe: returns True in a step that is not a step of the run.
 
     Raises:
         ConfigError: a module normalises queries or keys.
     """
-    tells: dict[nn.Module, list[ScoreCallback]] = {}
+    callbacks: dict[nn.Module, list[ScoreCallback]] = {}
     for clip in clips:
         layers = {id(weight): (layer, name) for layer, (name, weight) in clip.weights().items()}
-        for module, (layer, _) in _holders(model, layers):
+        for module, (layer, _) in _modules_of_projections(model, layers):
             check_no_norms(layer, (name for name, _ in module.named_children()))
-            tells.setdefault(module, []).append(partial(_tell, clip, layer, is_aside))
-    return {module: partial(_tell_all, of) for module, of in tells.items()}
+            callbacks.setdefault(module, []).append(partial(_note_scores, clip, layer, is_probe))
+    return {module: partial(_note_all, of) for module, of in callbacks.items()}
 
 
-def _holders(
+def _modules_of_projections(
     model: nn.Module, layers: Mapping[int, tuple[str, str]]
 ) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
-    """Modules that have a projection as a child; or as a parameter of their own, under another name than
-    ``weight``."""
+    """Find modules with a projection as a child, or as a parameter that is not called ``weight``."""
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
             if id(p) in layers and name != "weight":
@@ -108,19 +107,19 @@ def _holders(
                 yield module, layers[id(p)]
 
 
-def _tell(clip: QKClip, layer: str, is_aside: Callable[[], bool], told: MaxLogits) -> None:
-    if not is_aside():
+def _note_scores(clip: QKClip, layer: str, is_probe: Callable[[], bool], scores: MaxLogits) -> None:
+    if not is_probe():
         clip.note(
-            *(layer, told.largest),
-            head_dim=told.head_dim,
-            tp_rank=told.tp_rank,
-            tp_size=told.tp_size,
+            *(layer, scores.largest),
+            head_dim=scores.head_dim,
+            tp_rank=scores.tp_rank,
+            tp_size=scores.tp_size,
         )
 
 
-def _tell_all(tells: Iterable[ScoreCallback], told: MaxLogits) -> None:
-    for tell in tells:
-        tell(told)
+def _note_all(callbacks: Iterable[ScoreCallback], scores: MaxLogits) -> None:
+    for note in callbacks:
+        note(scores)
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -128,19 +127,16 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
-def _unwrapped(optimizer: Any) -> Any:
+def _unwrap(optimizer: Any) -> Any:
     inner = getattr(optimizer, "optimizer", None)
     return inner if isinstance(inner, Optimizer) else optimizer
 
 
-# Replacements in a model while a step is active, besides attention.
-
-
-def patches_of(model: nn.Module, settings: StrategyConfig) -> StepPatches:
-    """For the settings that save memory of long sequences.
+def make_step_patches(model: nn.Module, settings: StrategyConfig) -> StepPatches:
+    """Return the patches of a model that save memory of long sequences within a step.
 
     Raises:
-        ConfigError: a model that does not have what is to be replaced.
+        ConfigError: a model without the modules to patch.
     """
     patches = StepPatches()
     if settings.loss_chunk_tokens is not None:
@@ -170,7 +166,7 @@ _OUTSIDE = (
 
 
 class StepOwner(Protocol):
-    """The run that a model is bound to: whose batch is current."""
+    """The run that a model is bound to, with its current batch."""
 
     @property
     def part(self) -> ShardedBatch | None:
@@ -220,7 +216,7 @@ class ModelBinding:
         self.patches = StepPatches()
         self.clips: list[QKClip] = []
         self.adds_positions = False
-        """Batches that no rank shares get positions, too."""
+        """True if batches get positions also where no rank shares them."""
         self._listed: Sequence[nn.Module] | None = None
         self._attached: tuple[nn.Module, Mapping[str, Any], bool] | None = None
         self._requests: dict[Request, None] = {}
@@ -250,7 +246,7 @@ class ModelBinding:
         self._attached = model, options, needs_labels
         settings = self._settings.with_sequence_dims(options.get("sequence_dims") or {})
         self.patches.end()
-        self.patches = patches_of(model, settings)
+        self.patches = make_step_patches(model, settings)
         if not is_shared:
             self._read_only(model, options, settings)
             return []
@@ -283,25 +279,25 @@ class ModelBinding:
         return BatchRules(
             sequence_dims=settings.sequence_dims,
             label_key=options.get("label_key") or settings.label_key,
-            labels=label_kind(model, _declared(options, settings), required=needs_labels),
+            labels=resolve_labels(model, _declared(options, settings), required=needs_labels),
             padding=settings.padding,
             reads_masks=bool(hf_models(model)),
         )
 
     def attach_clips(self, optimizers: Iterable[Optimizer]) -> bool:
-        """Connect the QK-clips of optimizers; return True if the model has to be attached for them.
+        """Connect the QK-clips of optimizers; return True if that needs ``attach_again``.
 
         Raises:
             ConfigError: attention whose scores its projections do not scale.
         """
-        self.clips = clips_of(optimizers)
+        self.clips = find_clips(optimizers)
         if self.handle is not None and self.model is not None:
             self._collect(self.model, self.handle)
             return False
         return bool(self.clips) and self._attached is not None
 
     def attach_again(self) -> None:
-        """Attach the model again, now that its scores are needed."""
+        """Attach the model again, to collect its scores."""
         assert self._attached is not None
         model, options, needs_labels = self._attached
         self.attach(model, options, needs_labels=needs_labels, is_shared=True)
@@ -347,9 +343,9 @@ class ModelBinding:
         self.swap(self.model)
 
     def _watch_shards(self, model: nn.Module, handle: SwapHandle) -> None:
-        """Refuse calls of attending modules with a rank's part of a batch outside of its step.
+        """Refuse calls of modules with attention on a rank's part of a batch outside of its step.
 
-        Metrics and losses may be called there.
+        Metrics and losses are allowed there.
         """
         owner = self._owner
 
@@ -376,12 +372,12 @@ class ModelBinding:
                 handle.on_undo(hook)
 
     def _collect(self, model: nn.Module, handle: SwapHandle) -> None:
-        modules = collected_modules(model, self.clips, self._in_probe)
+        modules = score_callbacks(model, self.clips, self._in_probe)
         handle.collect(modules, extra_pass=any(clip.extra_pass for clip in self.clips))
 
     @property
     def _in_probe(self) -> Callable[[], bool]:
-        """A function that is true outside of the run's own steps; it keeps nothing alive."""
+        """A function that returns True outside of the run's steps; it does not keep the run alive."""
         owner = self._owner
 
         def in_probe() -> bool:
@@ -397,11 +393,11 @@ class ModelBinding:
         if heads is not None and not heads.query % mesh.tp_size and not heads.kv % mesh.tp_size:
             heads = HeadCounts(heads.query // mesh.tp_size, heads.kv // mesh.tp_size, heads.dim)
         if heads is None or heads.query % heads.kv or heads.query % size:
-            return cost  # the shared attention is another one, then
+            return cost  # other attention is shared then
         return cost.with_heads(heads.of_ulysses_rank(size))
 
     def explain(self) -> str:
-        """Return the kernel of each kind of attention call so far, and why each other one was passed over."""
+        """Return the kernel of each kind of attention call so far, and the reasons against other kernels."""
         if self._settings.exchange == "ring_flash_attn":
             return DELEGATED_KERNELS
         lines = [explain_kernels(self._settings.kernel, request) for request in self._requests]
@@ -443,39 +439,39 @@ class ModelBinding:
         return layout_of(whole, self.rules, self.layout_rule, self._meshes.mesh).layout
 
     def check_trains(self) -> None:
-        """Check, before the first step, for what no step of training could do.
+        """Check, before the first step, that the model can be trained.
 
         Raises:
-            ConfigError: noise that ranks would draw otherwise than one process.
+            ConfigError: noise that ranks would not draw as one process does.
         """
         if self.model is not None and self.handle is not None:
             check_training_noise(self.model, self.handle.local_modules)
 
-    def check_label_kind(self) -> None:
-        """Check that training knows how labels are read.
+    def check_labels_declared(self) -> None:
+        """Check that the meaning of the labels is known, for training.
 
         Raises:
-            ConfigError: saying what to declare.
+            ConfigError: naming the setting to declare.
         """
         if self.model is not None and self.rules.labels == "ignore":
-            label_kind(self.model, self._settings.labels, required=True)
+            resolve_labels(self.model, self._settings.labels, required=True)
 
 
 def _copy(labels: torch.Tensor | None) -> torch.Tensor | None:
-    """Copy labels, to detect that the step changes its own."""
+    """Copy labels, to detect a step that changes them."""
     return None if labels is None else labels.clone()
 
 
 def _declared(options: Mapping[str, Any], settings: StrategyConfig) -> str:
-    """The way labels are read: the module's own setting comes first."""
+    """Return the declared meaning of the labels: the module's, or else the strategy's."""
     return options.get("labels") or settings.labels
 
 
-def label_kind(model: nn.Module, declared: str, *, required: bool) -> str:
-    """The way labels are read: ``shift``, ``aligned`` or ``ignore``.
+def resolve_labels(model: nn.Module, declared: str, *, required: bool) -> str:
+    """Return the meaning of the labels: ``shift``, ``aligned`` or ``ignore``.
 
     Raises:
-        UndeclaredError: labels matter, and nothing says whether they are shifted.
+        UndeclaredError: labels matter, and it is unknown whether they are shifted.
     """
     if declared in ("aligned", "shift"):
         return declared

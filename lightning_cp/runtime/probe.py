@@ -1,4 +1,4 @@
-"""Probe steps: steps that a check makes between those of the run, which leave the run as it was."""
+"""Probe steps: steps of a check, between the steps of a run, which do not change the run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def single_rank_step(runtime: ContextParallelRuntime, batch: Any) -> Iterator[bo
     neither. Its attention is then intercepted here too, and computed within the declared documents.
 
     Yields:
-        Whether documents are isolated that the model alone would not isolate.
+        True if the block isolates documents that the model alone would not isolate.
     """
     binding = runtime.binding
     assert binding.handle is not None
@@ -61,8 +61,8 @@ def single_rank_step(runtime: ContextParallelRuntime, batch: Any) -> Iterator[bo
 
 
 @contextmanager
-def mesh_of(runtime: ContextParallelRuntime, mesh: ContextParallelMesh) -> Iterator[None]:
-    """A block with attention over other process groups of the same ranks."""
+def use_mesh(runtime: ContextParallelRuntime, mesh: ContextParallelMesh) -> Iterator[None]:
+    """A block whose attention uses other process groups of the same ranks."""
     try:
         with runtime.meshes.use(mesh):
             runtime.binding.swap_again()
@@ -72,18 +72,18 @@ def mesh_of(runtime: ContextParallelRuntime, mesh: ContextParallelMesh) -> Itera
 
 
 @contextmanager
-def layout_of_kind(runtime: ContextParallelRuntime, kind: str) -> Iterator[None]:
+def use_layout(runtime: ContextParallelRuntime, kind: str) -> Iterator[None]:
     """A block in which batches get another layout."""
     binding = runtime.binding
-    own, binding.layout_rule = binding.layout_rule, replace(binding.layout_rule, kind=kind)
+    before, binding.layout_rule = binding.layout_rule, replace(binding.layout_rule, kind=kind)
     try:
         yield
     finally:
-        binding.layout_rule = own
+        binding.layout_rule = before
 
 
 class SingleRankMesh(ContextParallelMesh):
-    """The mesh of a rank that shares nothing; it has no process groups."""
+    """The mesh of a rank that shares nothing, without process groups."""
 
     def __init__(self, device_type: str) -> None:
         self.sizes = dict.fromkeys(Axis, 1)
@@ -95,9 +95,9 @@ class SingleRankMesh(ContextParallelMesh):
 def _unread_documents(
     batch: Any, rules: BatchRules, mask: Mask
 ) -> tuple[ShardedBatch, PositionInfo] | None:
-    """Return all of a batch with documents that its model would not isolate by itself, else ``None``.
+    """Return the whole batch if its model alone would not isolate its documents, else ``None``.
 
-    transformers reads documents from positions that restart, for causal models; nothing else is read.
+    transformers reads only documents of positions that restart, for causal models.
     """
     try:
         whole = read_batch(batch, rules, needs_labels=False)
@@ -115,25 +115,25 @@ def _unread_documents(
 @contextmanager
 def _attend_alone(handle: SwapHandle, state: StepState) -> Iterator[None]:
     """Intercept attention of a whole batch on this rank alone."""
-    kept = {name: getattr(handle, name) for name in _OF_RANKS}
+    before = {name: getattr(handle, name) for name in _RANK_ATTRIBUTES}
     mesh = SingleRankMesh(handle.mesh.device_type)
     alone = (mesh, PLAINEST, Exchange(), RankChecks(mesh), {})
-    vars(handle).update(zip(_OF_RANKS, alone, strict=True))
+    vars(handle).update(zip(_RANK_ATTRIBUTES, alone, strict=True))
     try:
         handle.activate(state)
         yield
     finally:
         handle.deactivate()
-        vars(handle).update(kept)
+        vars(handle).update(before)
 
 
-_OF_RANKS = ("mesh", "kernel", "exchange", "checks", "requests")
-"""Attributes of a handle that belong to its ranks, and to what these agreed on."""
+_RANK_ATTRIBUTES = ("mesh", "kernel", "exchange", "checks", "requests")
+"""Attributes of a handle that depend on its ranks."""
 
 
 @contextmanager
 def _draws_of_whole_batch(runtime: ContextParallelRuntime, batch: Any) -> Iterator[None]:
-    """Let tokens of a whole batch draw the numbers that they draw as parts of it."""
+    """Let tokens of a whole batch draw the random numbers of its parts."""
     draws, mesh = runtime.binding.draws, runtime.mesh
     if draws is not None:
         with suppress(ConfigError, ShapeError):  # refused when it is sharded

@@ -1,4 +1,4 @@
-"""RunRecords: traces that the steps of a run leave; a probe step has records of its own."""
+"""RunRecords: counters and recorders of a run's steps; a probe step has separate ones."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from lightning_cp.loss.accumulation import AccumulatedTokens
 from lightning_cp.profile.recorder import StepRecorder
 
 _VALUE_LOOKS = 8
-"""Training batches whose logged values are compared with loss functions; in evaluation all are."""
+"""Number of training batches whose logged values are compared with loss functions; in evaluation all."""
 _LABEL_LOOKS = 3
-"""Batches whose labels are looked at, until one shows whether its dataset shifts them."""
+"""Number of batches to search for shifted labels, until one shows whether its dataset shifts them."""
 
 
 class RunRecords:
@@ -17,7 +17,7 @@ class RunRecords:
 
     Args:
         recorder: recorder of profiled steps.
-        accumulated: targets of an accumulation window, if they weigh alike in the whole of it.
+        accumulated: targets of an accumulation window, if all of them have equal weights.
         is_probe: the steps are not steps of the run: they count, record and print nothing.
     """
 
@@ -30,11 +30,11 @@ class RunRecords:
     ) -> None:
         self.recorder, self.accumulated, self.is_probe = recorder, accumulated, is_probe
         self.batches = 0
-        """Batches that were sharded."""
+        """Number of sharded batches."""
         self.positions_taken = False
-        """A step asked for the positions of its tokens, or the warning about it was shown."""
+        """True if a step read the positions of its tokens, or the warning about it was shown."""
         self.layout_choice: LayoutChoice | None = None
-        """Choice of the current batch's layout, with ``layout="auto"``."""
+        """The choice of the current batch's layout, with ``layout="auto"``."""
         self.label_looks = _LABEL_LOOKS
         self._value_looks = _VALUE_LOOKS
 

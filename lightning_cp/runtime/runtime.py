@@ -1,6 +1,6 @@
 """ContextParallelRuntime: the context parallelism of one run, independent of Trainer and Fabric.
 
-A strategy calls, in this order: ``meshes.build`` once processes exist, ``attach`` once the model does, then
+A strategy calls, in this order: ``meshes.build`` when processes exist, ``attach`` when the model exists, and
 for every batch ``shard``, ``begin_step``, the methods of ``step``, and ``end_step``.
 """
 
@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_cp import error_display as console
-from lightning_cp.batch import ShardedBatch, completed
+from lightning_cp.batch import ShardedBatch, add_positions_and_targets
 from lightning_cp.batch.sharder import Sharding, already_sharded, shard_batch_checked
 from lightning_cp.batch.step_state import StepState
 from lightning_cp.comm.reduce import all_sum
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("lightning_cp")
 _COMPILES = "torch.compile begins: the first steps take longer, often by minutes"
 _last_begun: list[weakref.ref[ContextParallelRuntime]] = []
-"""The run whose step began last in this process: attention and random functions are replaced in all of it."""
+"""The run of the last step in this process: attention and random functions are patched process-wide."""
 
 
 class ContextParallelRuntime:
@@ -79,7 +79,7 @@ class ContextParallelRuntime:
 
     @cached_property
     def binding(self) -> ModelBinding:
-        """The model of the run, its swapped attention and the rules for its batches."""
+        """The model of the run, with its swapped attention and the rules for its batches."""
         from lightning_cp.runtime.model_binding import ModelBinding  # loads all kinds of models
 
         progress = self.watch.position.progress
@@ -111,7 +111,7 @@ class ContextParallelRuntime:
         if self._is_single:
             return False
         counts = self.records.accumulated is not None
-        return self.mesh.sample_size > 1 or counts or bool(self.binding.clips)
+        return self.meshes.mesh.sample_size > 1 or counts or bool(self.binding.clips)
 
     @property
     def part(self) -> ShardedBatch | None:
@@ -150,7 +150,7 @@ class ContextParallelRuntime:
         Raises:
             ConfigError: attention whose scores its projections do not scale.
         """
-        if self.binding.attach_clips(optimizers):  # no sample is shared: attached for them alone
+        if self.binding.attach_clips(optimizers):  # no sample is shared: they alone need the swap
             self.binding.attach_again()
 
     def detach(self) -> None:
@@ -165,7 +165,7 @@ class ContextParallelRuntime:
         self._step = None
 
     def listen(self, listener: Listener) -> Callable[[], None]:
-        """Call ``listener`` with every attention call, of later models too; return its end."""
+        """Call ``listener`` with every attention call, of later models too; return its removal."""
         self.listeners.append(listener)
         return lambda: self.listeners.remove(listener)
 
@@ -192,8 +192,12 @@ class ContextParallelRuntime:
         """
         if not self.enabled:
             self.watch.position.progress()
-            return completed(batch, self.binding.rules, positions=self.binding.adds_positions)
-        before, self.step = self.step, self._new_step()  # no batch, if this one is refused
+            return add_positions_and_targets(
+                batch, self.binding.rules, positions=self.binding.adds_positions
+            )
+        before = self.step
+        if not self.is_sharded(batch):  # its own shard is refused, and its step goes on
+            self.step = self._new_step()  # without a batch, if this one is refused
         self.step = self.prepare(batch, needs_labels=needs_labels, before=before.part)
         return self.step.batch
 
@@ -203,9 +207,9 @@ class ContextParallelRuntime:
         """Shard a batch for a step that begins later; the current step is not affected.
 
         Args:
-            batch: whole, the same on every rank of the cp group.
+            batch: the whole batch, the same on every rank of the cp group.
             needs_labels: the step trains.
-            before: the last shard, which must not be sharded again.
+            before: the last shard, which is refused as a batch.
 
         Raises:
             ConfigError, ShapeError, BatchMismatchError, RankFailure: as ``shard``.
@@ -214,14 +218,15 @@ class ContextParallelRuntime:
         binding, records = self.binding, self.records
         if binding.handle is None:
             raise ConfigError(_NO_MODEL)
-        if needs_labels and self.mesh.cp_size > 1:
-            records.recorder.begin(self.mesh)
+        mesh = self.mesh
+        if needs_labels and mesh.cp_size > 1:
+            records.recorder.begin(mesh)
         with profile_range("shard batch"):
             sharding = shard_batch_checked(
                 batch,
                 binding.rules,
                 binding.layout_rule,
-                self.mesh,
+                mesh,
                 training=needs_labels,
                 together=needs_labels or self.settings.forward_is_shared,
                 before=before,
@@ -256,14 +261,20 @@ class ContextParallelRuntime:
 
     def end_step(self) -> None:
         """End the step: the model is the plain model again."""
-        for line in [] if self.is_probe else self.binding.patches.told():
-            rank_zero_info(line)
-        self.binding.patches.end()
         self._first_compile.end()
-        if self.binding.draws is not None:
-            self.binding.draws.end()
-        if self.binding.handle is not None:
-            self.binding.handle.deactivate()
+        if "binding" in vars(self):  # a model was bound, maybe
+            self._end_step_of(self.binding)
+        if self._step is not None:
+            self._step.end()
+
+    def _end_step_of(self, binding: ModelBinding) -> None:
+        for line in [] if self.is_probe else binding.patches.told():
+            rank_zero_info(line)
+        binding.patches.end()
+        if binding.draws is not None:
+            binding.draws.end()
+        if binding.handle is not None:
+            binding.handle.deactivate()
 
     def close_step(self) -> None:
         """Check the step, if one is current, and end it.
@@ -278,15 +289,15 @@ class ContextParallelRuntime:
             self.end_step()
 
     def leave_step(self) -> None:
-        """End the step; an unused one waits for a call with its batch, and models are plain until then."""
+        """End the step; suspend an unused step until a call with its batch."""
         if self.step.is_unused and self.binding.handle is not None:
-            self.binding.handle.leave()
+            self.binding.handle.suspend()
         else:
             self.end_step()
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """A block outside of the current step, which continues afterwards."""
+        """A block outside of the current step, which continues after it."""
         handle, state = self.binding.handle, self.step.state
         assert handle is not None
         handle.deactivate()
@@ -315,19 +326,20 @@ class ContextParallelRuntime:
                 run.end_step()
 
     def before_data(self) -> None:
-        """Send waiting outcomes of checks: ranks are about to exchange data, maybe within a model's call."""
+        """Send the results of checks, before ranks exchange data; also called within a model's forward."""
         self.step.before_data()
 
     def check_step(self) -> None:
-        """Check the current step; warn once if it did not ask for positions.
+        """Check the current step; warn once if it did not read positions.
 
         Raises:
             ConfigError: attention stayed local, or it is unknown who shifted the labels.
         """
-        if not self.enabled or self.binding.model is None or self.step.is_unused:
+        step = self.step
+        if not self.enabled or self.binding.model is None or step.is_unused:
             return
-        self.step.check()
-        if self.step.positions_ignored:
+        step.check()
+        if step.positions_ignored:
             self.records.positions_taken = True
             if self.mesh.sample_rank == 0 and self.mesh.data_rank == 0:
                 _log.warning(_NO_POSITIONS)
@@ -338,7 +350,7 @@ class ContextParallelRuntime:
 
     @contextmanager
     def use_records(self, records: RunRecords) -> Iterator[None]:
-        """A block whose steps leave their traces in other records."""
+        """A block whose steps use other records."""
         own, self.records = (self.step, self.records), records
         self.step = self._new_step()
         try:
@@ -348,7 +360,7 @@ class ContextParallelRuntime:
 
     @contextmanager
     def as_one_process(self) -> Iterator[None]:
-        """A block in which nothing is shared: a step has the values of one process."""
+        """A block without sharing: a step has the values of one process."""
         own, self.step = self.step, self._new_step()
         self._is_single = True
         try:
@@ -364,10 +376,11 @@ class ContextParallelRuntime:
         self.records.layout_choice = choice
 
     def _warn_if_shifted_twice(self, batch: Any) -> None:
-        """Look at the labels of the first batches, on the first rank."""
+        """Warn if the labels of the first batches are shifted already; on the first rank."""
         rules, records = self.binding.rules, self.records
-        first = self.mesh.sample_rank == 0 and self.mesh.data_rank == 0
-        if records.is_probe or not first or not records.label_looks or rules.labels != "shift":
+        if records.is_probe or not records.label_looks or rules.labels != "shift":
+            return
+        if self.mesh.sample_rank or self.mesh.data_rank:
             return
         tensors = dict(tensors_of(batch))
         labels, ids = tensors.get(rules.label_key), tensors.get("input_ids")
@@ -379,12 +392,12 @@ class ContextParallelRuntime:
     # -- windows of several batches ----------------------------------------------------------------------
 
     def follow_unreduced(self, unreduced: Callable[[], Unreduced]) -> None:
-        """Tell accumulation windows of gradients that an engine holds elsewhere than in ``grad``."""
+        """Let accumulation windows include gradients that an engine holds elsewhere than in ``grad``."""
         if self.records.accumulated is not None:
             self.records.accumulated.unreduced = unreduced
 
     def end_window(self, optimizer: Optimizer, batches: int | None = None) -> None:
-        """Weight the targets of the whole window alike, if that was asked for: its gradients are complete."""
+        """Weight all targets of a complete window equally, with ``token_weighting="global"``."""
         if self.records.accumulated is not None:
             self.records.accumulated.end(optimizer, batches)
 
@@ -399,16 +412,16 @@ class ContextParallelRuntime:
     def closure_value(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
         """Return a closure's loss as one process has it, the same on all ranks.
 
-        An optimizer that searches along another value would go another way on each rank, and other ranks
-        would wait for it.
+        With different values, an optimizer that searches along its loss would take different steps on each
+        rank, and ranks would wait for each other.
 
         Args:
-            closure: returns the value of this rank.
+            closure: function that returns this rank's value.
             optimizer: the caller.
 
         Raises:
-            ConfigError: the optimizer searches along the value, and it is unknown what that is a mean over:
-                several batches, or none of a step's losses.
+            ConfigError: the optimizer searches along the value, and its targets are unknown: it is of several
+                batches, or not a loss of the step.
         """
         begun = self.records.batches
         value = closure()
@@ -429,7 +442,7 @@ class ContextParallelRuntime:
         return mean.item() if is_number else mean
 
     def _equal_sum(self, value: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Return a value of several batches, and whether all ranks that share them have the same."""
+        """Return a value of several batches, and True if all ranks that share them have the same value."""
         self.step.before_data()
         (rows,) = side_by_side([value], self.mesh)
         weighs_alike = self.records.accumulated is None or self.mesh.data_size == 1

@@ -34,15 +34,15 @@ from lightning_cp.runtime.records import RunRecords
 class StepContext:
     """A batch of this rank, its state for attention calls, and the weights of its losses.
 
-    The sharder's result makes it. It is current from the begin of its step until its backward has ended,
-    since recomputation runs in backward. Two may exist at once: one that is current, and the next one.
-    Without ``sharding`` it stands for code outside of steps, and for steps that share no sample.
+    It is made of the sharder's result, and is current from the begin of its step to the end of its backward,
+    because recomputation runs in backward. Two may exist at once: the current and the next one.
+    Without ``sharding`` it serves code outside of steps, and steps that share no sample.
 
     Args:
         meshes: source of the mesh.
         binding: the model with its swapped attention.
         losses: review of the run's losses, or of a probe's.
-        records: traces that steps leave in the run, or in a probe.
+        records: counters and recorders of the run, or of a probe.
         sharding: this rank's part of a batch, and facts of the whole.
     """
 
@@ -62,7 +62,7 @@ class StepContext:
         self.loss: StepLoss | None = None
         """Weights of the losses of this batch; ``None``: nothing is weighted."""
         self.trains = True
-        """The step trains, so that it has a loss."""
+        """True if the step trains, and so has a loss."""
         self._positions = PositionInfo()
         if sharding is not None:
             self.part, self.trains = sharding.part, sharding.trains
@@ -90,8 +90,12 @@ class StepContext:
         self._state = state
         return state
 
+    def end(self) -> None:
+        """Drop the state: only the batch and the weights of its losses stay until the next batch."""
+        self._state = None
+
     def adopt_state(self, state: StepState) -> None:
-        """Take the state of a step on the whole batch, which has no part."""
+        """Use the state of a step on the whole batch, which has no part."""
         self._state = state
 
     @property
@@ -117,18 +121,18 @@ class StepContext:
 
     @property
     def is_unused(self) -> bool:
-        """True if the step is current, and the model was not called."""
+        """True if the step is current and did not call the model."""
         state = self.state
         return state is not None and not state.calls and not state.model_called
 
     @property
     def is_left(self) -> bool:
-        """True if the step is unused, and the loop that gave its batch is over."""
+        """True if the step is unused and the loop of its batch is over."""
         return self.is_unused and self._state is not None and self._state.left
 
     @property
     def is_pending(self) -> bool:
-        """True if the step is current and trains, and no backward came to it."""
+        """True if the step is current and trains, and has had no backward."""
         state = self.state
         return state is not None and state.trains and not state.weighted
 
@@ -140,9 +144,10 @@ class StepContext:
     @property
     def positions_ignored(self) -> bool:
         """True if nothing read the positions of the step's tokens, as far as can be seen."""
-        if self._handle is None or self.part is None:
+        handle = self._handle
+        if handle is None or self.part is None:
             return False
-        asked = self._records.positions_taken or self._handle.provides_position_ids
+        asked = self._records.positions_taken or handle.provides_position_ids
         return not asked and self.part.positions_ignored
 
     def check(self) -> None:
@@ -154,8 +159,9 @@ class StepContext:
             ConfigError: no attention call was intercepted, or it is unknown who shifted the labels.
         """
         self.check_intercepted()
-        if self.state is not None:
-            check_labels_used(self.state)
+        state = self.state
+        if state is not None:
+            check_labels_used(state)
 
     def check_intercepted(self) -> None:
         """Check that attention was shared.
@@ -170,15 +176,15 @@ class StepContext:
     # -- agreement of ranks ------------------------------------------------------------------------------
 
     def gathering(self) -> AbstractContextManager[None]:
-        """A block at whose end ranks agree, also on what ``take_found`` gives."""
+        """A block at whose end ranks agree, also on the result of ``pop_findings``."""
         return nullcontext() if self._handle is None else self._handle.checks.deferring()
 
-    def take_found(self) -> PendingFindings:
-        """Remove and return the findings that other ranks do not know yet."""
-        state = self.state
-        if self._handle is None or state is None:
+    def pop_findings(self) -> PendingFindings:
+        """Remove and return findings that are unknown to other ranks."""
+        handle, state = self._handle, self.state
+        if handle is None or state is None:
             return PendingFindings()
-        waiting, needs = self._handle.checks.pop(), list(state.need_gradients)
+        waiting, needs = handle.checks.pop(), list(state.need_gradients)
 
         def compared() -> None:
             state.compared = len(needs)
@@ -187,12 +193,12 @@ class StepContext:
             waiting.names, waiting.error, needs, compared, raise_gradient_mismatch
         )
 
-    def take_refused(self) -> Exception | None:
+    def pop_refused(self) -> Exception | None:
         """Return this rank's error if all ranks that share a sample know that the step failed."""
         return None if self._handle is None else self._handle.checks.pop_error()
 
     def before_data(self) -> None:
-        """Send waiting outcomes of checks: ranks are about to exchange data."""
+        """Send the results of checks, before ranks exchange data."""
         if self._handle is not None:
             self._handle.checks.flush_before_data()
 
@@ -220,7 +226,7 @@ class StepContext:
         return self.loss is not None and self.loss.is_declared
 
     def evidence(self, value: torch.Tensor) -> torch.Tensor:
-        """Return how a value may have come about that is going to be weighted by ``shares``."""
+        """Return the possible origins of a value that will be weighted by ``shares``."""
         state = self.state
         assert state is not None
         assert state.losses is not None
@@ -230,11 +236,11 @@ class StepContext:
     def average(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean over the cp group, weighted by targets: the value of one process.
 
-        Where losses of several counts went backward in the step, the weights are those of the loss that the
-        value is; another value between ``count_targets`` and the backward of its loss has that count.
+        In a step with losses of several counts, a value that equals a loss has the weights of that loss. Any
+        other value has the count of ``count_targets``, from that call to the backward of its loss.
 
         Raises:
-            ConfigError: it is none of these.
+            ConfigError: the targets of the value are unknown.
         """
         mean, is_known = self.weighted_mean(value)
         if not is_known:
@@ -242,7 +248,7 @@ class StepContext:
         return mean
 
     def weighted_mean(self, value: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Return the mean, and whether it is known which targets it is of."""
+        """Return the mean, and True if the targets of the value are known."""
         if self.loss is None:
             return value, True
         self.before_data()
@@ -258,7 +264,7 @@ class StepContext:
         """Return an output of the step in original order and length, on every rank.
 
         Raises:
-            ConfigError: a tensor that is neither along the sequence nor the same on all ranks.
+            ConfigError: a tensor without a sequence dimension that differs between ranks.
         """
         if self.part is None:
             return output
@@ -289,15 +295,15 @@ class StepContext:
     # -- loss ------------------------------------------------------------------------------------------------
 
     def count_targets(self, counted: torch.Tensor | float) -> torch.Tensor:
-        """Weight the step's loss by what it counts on this rank, and not by the batch's labels.
+        """Weight the step's loss by ``counted`` on this rank, and not by the batch's labels.
 
         Returns:
-            The count of this rank, or 1 where it is 0: the divisor of a sum over targets.
+            The divisor of a sum over targets: the count of this rank, or 1 if that is 0.
 
         Raises:
-            ConfigError: no count, or a second one for the same loss.
+            ConfigError: not a count, or a second count for the same loss.
             RankFailure: that happened on another rank.
-            BatchMismatchError: another rank does not declare any.
+            BatchMismatchError: another rank does not declare a count.
         """
         state = self.state
         if self.loss is None or self._handle is None or state is None:
@@ -312,25 +318,25 @@ class StepContext:
         return divisor(count)
 
     def own_loss(self, loss: torch.Tensor) -> torch.Tensor | None:
-        """Return this rank's own loss, where callbacks see the group's; ``None``: the mean of nothing."""
-        return loss if self.loss is None else self.loss.own(loss)
+        """Return this rank's loss, given the loss that callbacks see; ``None`` on a rank without targets."""
+        return loss if self.loss is None else self.loss.local_loss(loss)
 
     def shown_loss(self, loss: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return the loss that a step shows to callbacks: one process's ``value``, this rank's gradient."""
-        return loss if self.loss is None else self.loss.shown(loss, value)
+        """Return the loss for callbacks, with one process's ``value`` and this rank's gradient."""
+        return loss if self.loss is None else self.loss.global_loss(loss, value)
 
     def check_connected(self, loss: torch.Tensor | None) -> None:
         """Check that the backward of a rank without targets runs through its model. Collective.
 
         Raises:
-            ConfigError: it would not, and the other ranks would wait.
+            ConfigError: it does not, so that other ranks would wait.
             RankFailure: that happened on another rank.
         """
         if self.loss is not None:
             self.loss.check_connected(loss)
 
     def mark_loss_weighted(self) -> None:
-        """Note that the caller of backward weighted the loss of this step."""
+        """Note that the loss of this step is weighted by the caller of backward."""
         if self.state is not None:
             self.state.weighted = True
 
@@ -342,28 +348,29 @@ class StepContext:
         Args:
             loss: as the step computed it.
             optimizers: all optimizers of the run.
-            automatic: gradients are zeroed after steps only.
+            automatic: True if gradients are zeroed after steps only.
 
         Raises:
-            ConfigError: backward would come through attention on some ranks only, or it is unknown what the
-                loss is a mean over.
+            ConfigError: backward would run through attention on some ranks only, or the targets of the loss
+                are unknown.
         """
         self.mark_loss_weighted()
-        if self._handle is not None and self.state is not None:
-            self._handle.check_same_gradients()
+        handle, state = self._handle, self.state
+        if handle is not None and state is not None:
+            handle.check_same_gradients()
         if self.loss is None:
             return loss
-        asked = self.state is not None and self.state.padding_asked
+        asked = state is not None and state.padding_asked
         self._losses.check(
             loss, self.loss, padding_asked=asked, is_shared=self.mesh.sample_size > 1
         )
         return self.loss.scale(loss, optimizers, automatic=automatic)
 
     def after_backward(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Check that ranks without targets added nothing; note padding that was trained on.
+        """Check that ranks without targets added nothing; note gradients of padding.
 
         Raises:
-            NonFiniteError: the loss of a rank without targets cannot be made to add nothing.
+            NonFiniteError: the loss of a rank without targets is not finite, also scaled by 0.
             RankFailure: that happened on another rank.
         """
         state = self.state

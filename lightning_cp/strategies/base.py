@@ -1,15 +1,16 @@
 """ContextParallelStrategy: arguments, components and public methods of both strategies.
 
-The Trainer's strategy and Fabric's differ in their callers alone: each is this class in front of its own
-``DDPStrategy``, whose hooks it overrides in its own file.
+The Trainer's strategy and Fabric's differ only in their callers: each puts this class in front of its
+``DDPStrategy``, and overrides the hooks of that in one file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from multiprocessing.util import Finalize
-from typing import Any, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 from weakref import finalize
 
 import torch
@@ -19,21 +20,31 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cp import error_display as console
-from lightning_cp.checkpoint.manager import CheckpointManager
-from lightning_cp.checkpoint.pretrained.export import guard_save_pretrained
-from lightning_cp.checkpoint.pretrained.meta_init import check_has_values
 from lightning_cp.checkpoint.pretrained.strategy_argument import Pretrained
-from lightning_cp.config import explicit_cp_size
+from lightning_cp.config import (
+    AttentionSettings,
+    BatchSettings,
+    CheckpointSettings,
+    DiagnosticsSettings,
+    MemorySettings,
+    MeshSettings,
+    ShardingSettings,
+    explicit_cp_size,
+)
 from lightning_cp.consistency.finite import FiniteGuard, Step
-from lightning_cp.consistency.settings import require_same_start
+from lightning_cp.consistency.settings import check_same_start
 from lightning_cp.engines.base import engine
 from lightning_cp.engines.ddp_options import ARGUMENTS as HOOK
-from lightning_cp.engines.ddp_options import CommHook, require_ddp, require_known, without_defaults
-from lightning_cp.engines.tensor_parallel import is_shared
+from lightning_cp.engines.ddp_options import (
+    CommHook,
+    check_ddp_only,
+    check_known_options,
+    without_defaults,
+)
 from lightning_cp.errors import ConfigError
 from lightning_cp.launch.library_warnings import LibraryWarnings
 from lightning_cp.launch.ranks import check_ranks, check_start_method, refuse_foreign_launcher
-from lightning_cp.launch.rendezvous import let_gloo_rest_at_exit
+from lightning_cp.launch.rendezvous import wait_for_gloo_at_exit
 from lightning_cp.layout import LayoutChoice
 from lightning_cp.layout.axes import Flat
 from lightning_cp.loaders.synchronized import LoaderSynchronizer
@@ -43,6 +54,9 @@ from lightning_cp.runtime.runtime import ContextParallelRuntime
 from lightning_cp.strategies.validation import check_backend, check_group_timeout, checked
 from lightning_cp.utils.patching import PatchSet
 from lightning_cp.watchdog.watch import name_of
+
+if TYPE_CHECKING:
+    from lightning_cp.checkpoint.manager import CheckpointManager
 
 
 class LightningStrategy(Protocol):
@@ -69,86 +83,108 @@ class ContextParallelStrategy:
     An unmodified ``training_step`` gives the loss, gradients and weights of one process.
 
     Args:
-        context_parallel_size: ranks that share a sample; ``auto``: all that the others leave.
-        mode: ``auto`` (Ulysses as far as the heads allow, ring for the rest), ``ulysses``, ``ring``,
-            ``hybrid``, or ``zigzag_llama3`` (a ring axis with ``exchange="all_gather"``; also around
-            Ulysses, with ``ulysses_size``); ``ulysses_only`` and ``ring_only`` are aliases.
+        context_parallel_size: ranks that share a sample; ``auto``: all ranks that the other sizes leave.
+        mode: division of a sequence: ``ulysses`` (an all-to-all trades sequence for heads), ``ring`` (keys
+            and values travel from rank to rank), ``hybrid`` (a ring of Ulysses groups), ``zigzag_llama3``
+            (a ring axis with ``exchange="all_gather"``, also around Ulysses, with ``ulysses_size``), or
+            ``auto`` (as much Ulysses as the heads allow, ring for the rest). ``ulysses_only`` and
+            ``ring_only`` are aliases.
         ulysses_size: ranks that trade sequence for heads; must divide the number of heads.
         ring_size: ranks that K/V travel around.
-        num_heads: query heads, if the mesh is wanted before the model exists or the model does not tell.
-        exchange: how keys and values move on the ring axis: ``ring`` (hop by hop, only what somebody needs)
-            ``all_gather`` (all at once), or ``ring_flash_attn`` (the package of that name, where it is
-            exact).
-        forward_execution: of ``all_gather``: ``two_kernel`` (a kernel call per chunk of queries, least
-            memory) or ``fused`` (one call, with copies of the keys that several chunks see).
-        backward_execution: likewise.
-        kv_heads_per_gather: of ``all_gather``: K/V heads gathered at a time, which bounds its memory;
-            ``None`` gathers all heads at once.
-        data_parallel: how parameters are kept: ``ddp`` (whole on every rank), ``fsdp`` (sharded over all
-            ranks), ``hsdp`` (sharded within groups of ranks that have a copy each), ``zero1`` (optimizer
-            state and gradients sharded, parameters whole from a step's forward to its backward).
+        num_heads: query heads, for a mesh that is made before the model, or for a model that does not
+            declare them.
+        exchange: movement of keys and values on the ring axis: ``ring`` (hop by hop, only those that
+            another rank needs), ``all_gather`` (all at once), or ``ring_flash_attn`` (by the package of
+            that name, where it is exact).
+        forward_execution: forward with gathered keys: ``two_kernel`` (one kernel call per chunk of queries,
+            with the least memory) or ``fused`` (one call, with copies of the keys that several chunks see).
+        backward_execution: the same for backward.
+        kv_heads_per_gather: K/V heads that are gathered at a time, which bounds the memory; ``None``: all
+            heads at once.
+        data_parallel: storage of the model: ``ddp`` (whole on every rank), ``fsdp`` (sharded over all
+            ranks), ``hsdp`` (sharded within groups of ranks, with one copy per group), or ``zero1``
+            (optimizer state and gradients sharded, parameters whole from a step's forward to its backward).
         data_parallel_size: groups of ranks with different samples.
-        data_parallel_replicate_size: of ``hsdp``: copies of the model; must divide ``data_parallel_size``.
+        data_parallel_replicate_size: copies of the model with ``hsdp``; must divide ``data_parallel_size``.
         tensor_parallel_size: ranks that share each layer, next to each other; with ``fsdp`` or ``hsdp``.
-        layout: which tokens a rank holds: ``contiguous``, ``zigzag`` (even work on one causal document),
-            ``balanced`` (even work on packed and padded rows), or ``auto``: the one that is predicted to be
-            the fastest for each batch. All are exact.
-        kernel: ``auto``, ``aten``, ``reference``, or one kernel's own name.
-        token_weighting: ``micro_batch``: the loss is the mean over each micro-batch, and data ranks and the
-            micro-batches of an accumulation window weigh the same. ``global``: every target does.
-        loss_reduction: ``mean`` over targets.
-        labels: ``auto`` (Hugging Face models that are called with labels: shifted on the whole sequence),
-            ``shift`` (the same, and the step takes its targets from ``batch["shift_labels"]``) or
-            ``aligned`` (labels[i] is the target of token i), which any other module must declare.
-        label_key: dotted name of the labels in a batch; an index for tuples: ``"1"``.
-        sequence_dims: dotted name of a batch tensor -> its sequence dimension, ``None`` to replicate it.
-        padding: pad sequences that do not divide, which is exact; ``False`` refuses them.
-        batch_sync: ``check``: every rank reads, and all compare what they read; ``broadcast``: the first rank
-            of each cp group reads, and the others are given its batches.
-        parity_check: ``first_batch``: before the first step, a prefix of its batch goes through the user's
-            step once on one process and once context parallel, and losses, logits and gradients are
-            compared, and once more before the third; ``every_<n>``: again each n-th optimizer step; ``off``
-            or ``None``. With Fabric nothing is, until the loop calls ``check_parity``.
-        parity_tokens: of that prefix, all rows together.
-        profile: a training step, or several, to be recorded, counted from 1: who computes, communicates and
-            waits when. ``None`` records nothing.
-        profile_folder: where a folder ``step-3`` is made for each; by default ``profile`` in the Trainer's
-            log folder, or with Fabric in the working directory.
+        layout: tokens that each rank holds: ``contiguous`` (one stretch of the sequence), ``zigzag`` (even
+            work on one causal document), ``balanced`` (even work on packed and padded rows), or ``auto``
+            (the layout that is predicted to be the fastest, for each batch). Every layout is exact.
+        kernel: kernel of attention: ``aten`` (PyTorch's own operators), ``flash_attn`` (the packages), the
+            name of one kernel, such as ``triton`` (ours) or ``reference``, or ``auto`` (the first kernel
+            that can do the call).
+        token_weighting: weights of targets: ``micro_batch`` (the loss is the mean over each micro-batch, as
+            with DDP; data ranks and the micro-batches of an accumulation window have equal weights) or
+            ``global`` (all targets have equal weights, over data ranks and over an accumulation window).
+        loss_reduction: reduction of the loss over its targets; ``mean`` is the only one so far.
+        labels: meaning of the labels: ``auto`` (for Hugging Face models that are called with ``labels=``:
+            labels are shifted on the whole sequence), ``shift`` (the same, and the step takes its targets
+            from ``batch["shift_labels"]``), or ``aligned`` (``labels[i]`` is the target of token i; any
+            other module must declare this).
+        label_key: dotted name of the labels in a batch; an index for a tuple, such as ``"1"``.
+        sequence_dims: dotted name of a batch tensor -> its sequence dimension, for names that are not
+            known; ``None`` as the dimension: every rank gets the whole tensor.
+        padding: pad sequences that do not divide, which is exact, and free in attention; ``False`` refuses
+            them.
+        batch_sync: reading of batches: ``check`` (every rank reads, and all ranks compare what they read)
+            or ``broadcast`` (the first rank of each cp group reads for the group).
+        parity_check: comparison with one process: ``first_batch`` (before the first step and before the
+            third, a prefix of the batch goes through the user's step on one process and context parallel; a
+            difference of losses, logits or gradients stops the run), ``every_<n>`` (again before each n-th
+            optimizer step), or ``off`` or ``None``. With Fabric a check is made only when the loop calls
+            ``check_parity``.
+        parity_tokens: tokens of the parity check's prefix, all rows together.
+        profile: a training step, or several, to record, counted from 1: when each rank computes,
+            communicates and waits. ``None`` records nothing.
+        profile_folder: folder for the records, with a folder such as ``step-3`` for each; ``None``:
+            ``profile`` in the Trainer's log folder, or with Fabric in the working directory.
         pretrained: weights to begin with: the path of a Hugging Face checkpoint (safetensors), or a mapping
-            with ``path`` and options of ``load_pretrained`` (``dtype``, ``strict``, ``keys``, ...). The model
-            may be on the meta device.
-        check_finite: NaN or inf in a loss or a gradient of any rank is an error on all ranks, before any of
-            them steps. A ``GradScaler``, which expects them, is left alone. ``False`` steps all the same.
-        checkpoint: ``full``: one file that plain PyTorch and Lightning read; ``sharded``: a folder in which
-            every rank writes what it holds.
-        async_save: write checkpoints while training goes on, from a copy in memory.
-        tensor_parallel_plan: which layers are shared, and how: ``None`` finds those of llama-like models; or
-            patterns of module names with styles (``{"layers.*.mlp.up_proj": "colwise"}``), or a function of
-            (module, device_mesh).
-        wrap_modules: of engines that shard: what is gathered together, as class names or patterns of module
-            names (``"LlamaDecoderLayer"``, ``"model.layers.*"``); ``None`` finds the blocks.
-        mixed_precision: of engines that shard: the dtype in which parameters are gathered and used
-            (``"bfloat16"``; gradients are then added in float32), or a ``MixedPrecisionPolicy``.
-        cpu_offload: of engines that shard: parameters, gradients and optimizer state in host memory.
-        bucket_cap_mb: of ``ddp``: MiB of gradients that are reduced together, or ``"per_parameter"``.
-        chunked_loss: the loss of a Hugging Face model with a language-modelling head is computed for so many
-            tokens at a time, and its logits are never made; ``True``: 1024.
-        tiled_mlp: the MLP of each block is computed for so many tokens at a time, forward and again in
-            backward, and nothing inside is kept; ``True``: 4096.
-        mlp_modules: class names or patterns of module names that ``tiled_mlp`` is of; ``None`` finds them.
-        activation_checkpointing: ``"blocks"`` are computed again in backward, and their inputs alone kept;
-            ``"keep_attention"``: and attention's results, so that no communication is repeated.
-        activation_offload: what activation checkpointing keeps waits in (pinned) host memory.
-        step_timeout: seconds within a step after which ranks that make no progress end, naming the one that
-            they wait for; ``None``: ranks do not watch each other at all.
-        first_step_timeout: the same for the first step, and for all that is outside of steps; ``None``: no
+            with ``path`` and options of ``load_pretrained`` (``dtype``, ``strict``, ``keys``, ...). Each
+            rank reads only what it holds. The model may be on the meta device.
+        check_finite: stop all ranks before any rank steps, if a loss or a gradient of one rank is NaN or
+            inf. A ``GradScaler``, which expects them, is left alone. ``False``: step all the same.
+        checkpoint: form of checkpoints: ``full`` (one file that plain PyTorch and Lightning read) or
+            ``sharded`` (a folder to which every rank writes what it holds).
+        async_save: write checkpoints during training, from a copy in memory.
+        tensor_parallel_plan: layers that tensor parallelism shares, and how: ``None`` (those of llama-like
+            models), a mapping from patterns of module names to styles
+            (``{"layers.*.mlp.up_proj": "colwise"}``), or a function of (module, device_mesh).
+        wrap_modules: modules whose parameters engines that shard gather together, as class names or
+            patterns of module names (``"LlamaDecoderLayer"``, ``"model.layers.*"``). ``None`` finds the
+            blocks.
+        mixed_precision: dtype in which engines that shard gather and use parameters (``"bfloat16"``;
+            gradients are then added in float32), or a ``MixedPrecisionPolicy``.
+        cpu_offload: engines that shard keep parameters, gradients and optimizer state in host memory.
+        bucket_cap_mb: MiB of gradients that ``ddp`` reduces together, or ``"per_parameter"``; ``None``:
+            PyTorch's 25.
+        chunked_loss: compute the loss of a Hugging Face model with a language-modelling head for this many
+            tokens at a time, so that only their logits exist; ``True``: 1024.
+        tiled_mlp: compute the MLP of each block for this many tokens at a time, forward and again in
+            backward, and keep nothing inside; ``True``: 4096.
+        mlp_modules: modules that ``tiled_mlp`` is for, as class names or patterns of module names; ``None``
+            finds the MLPs of the blocks.
+        activation_checkpointing: layers that are computed again in backward: ``none``, ``blocks`` (only
+            their inputs are kept), or ``keep_attention`` (blocks, but the results of attention are kept as
+            well, so that no communication is repeated).
+        activation_offload: keep in (pinned) host memory what activation checkpointing keeps.
+        step_timeout: seconds within a step after which ranks that make no progress end, and name the rank
+            that they wait for; ``None``: ranks do not watch each other.
+        first_step_timeout: the same for the first step, and for everything outside of steps; ``None``: no
             limit there.
+        mesh: ``MeshSettings``, or a mapping of its settings, in place of single arguments.
+        attention: ``AttentionSettings``, or a mapping of its settings, in place of single arguments.
+        batch: ``BatchSettings``, or a mapping of its settings, in place of single arguments.
+        sharding: ``ShardingSettings``, or a mapping of its settings, in place of single arguments.
+        memory: ``MemorySettings``, or a mapping of its settings, in place of single arguments.
+        checkpoints: ``CheckpointSettings``, or a mapping of its settings, in place of single arguments.
+        diagnostics: ``DiagnosticsSettings``, or a mapping of its settings, in place of single arguments.
         **kwargs: as for ``DDPStrategy`` (``process_group_backend``, ``timeout``, ``start_method``, ...).
 
     Raises:
         ConfigError: a setting that is unknown, not available yet, or contradicts another one.
     """
 
+    # docs/generate_settings.py writes the settings here and above.
     def __init__(
         self,
         context_parallel_size: int | str = "auto",
@@ -166,7 +202,7 @@ class ContextParallelStrategy:
         tensor_parallel_size: int = 1,
         layout: str = "auto",
         kernel: str = "auto",
-        token_weighting: str = "micro_batch",  # noqa: S107 - no password
+        token_weighting: str = "micro_batch",
         loss_reduction: str = "mean",
         labels: str = "auto",
         label_key: str = "labels",
@@ -193,6 +229,14 @@ class ContextParallelStrategy:
         activation_offload: bool = False,
         step_timeout: float | None = 120.0,
         first_step_timeout: float | None = 600.0,
+        *,
+        mesh: MeshSettings | Mapping[str, Any] | None = None,
+        attention: AttentionSettings | Mapping[str, Any] | None = None,
+        batch: BatchSettings | Mapping[str, Any] | None = None,
+        sharding: ShardingSettings | Mapping[str, Any] | None = None,
+        memory: MemorySettings | Mapping[str, Any] | None = None,
+        checkpoints: CheckpointSettings | Mapping[str, Any] | None = None,
+        diagnostics: DiagnosticsSettings | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         settings = checked(locals())
@@ -203,8 +247,8 @@ class ContextParallelStrategy:
             name: x for name, x in self._ddp_kwargs.items() if name not in hook
         }
         self._ddp_options = without_defaults(self._ddp_kwargs)
-        require_known(self._ddp_options)
-        require_ddp(data_parallel, self._ddp_options, hook)
+        check_known_options(self._ddp_options)
+        check_ddp_only(settings.data_parallel, self._ddp_options, hook)
         check_start_method(self._lightning._start_method)
         self._settings = settings
         self._comm_hook = CommHook.of(hook, explicit_cp_size(settings))
@@ -218,21 +262,29 @@ class ContextParallelStrategy:
         settings = self._settings
         self.runtime = ContextParallelRuntime(settings)
         self.engine = engine(settings, self._comm_hook)
-        self.engine.before_data = self.runtime.before_data
-        self.runtime.follow_unreduced(self.engine.unreduced)
+        self.engine.before_exchange = self.runtime.before_data
+        self.runtime.follow_unreduced(self.engine.unreduced_gradients)
         self._pretrained = Pretrained(settings.pretrained, offload=settings.cpu_offload)
         self._guard = FiniteGuard(settings.check_finite, self.runtime.losses.counts)
-        self._manager = CheckpointManager(settings.checkpoint, in_background=settings.async_save)
         self._loaders = LoaderSynchronizer(self.runtime)
         self._patches = PatchSet()
         self._library_warnings = LibraryWarnings()
         finalize(self, self._library_warnings.show)
         self._watch_ends_with_process = False
         self._make_own_components()
-        self._components = {*vars(self)} - lasting | {"_components"}
+        self._components = (
+            {*vars(self)} - lasting | {"_components"} | _made_on_first_use(type(self))
+        )
+
+    @cached_property
+    def _manager(self) -> CheckpointManager:
+        from lightning_cp.checkpoint.manager import CheckpointManager
+
+        settings = self._settings
+        return CheckpointManager(settings.checkpoint, in_background=settings.async_save)
 
     def _make_own_components(self) -> None:
-        """Make the components that the other strategy has not."""
+        """Make the components that the other strategy does not have."""
         raise NotImplementedError
 
     _ddp_kwargs: dict[str, Any]  # of Lightning's class
@@ -251,7 +303,7 @@ class ContextParallelStrategy:
         self._make_components()
 
     def __repr__(self) -> str:
-        """Return the class and its twin: Lightning shows it where it is given the wrong one."""
+        """Return the class and its twin: Lightning shows it if it gets the wrong one."""
         kind = type(self)
         return f"<{kind.__module__}.{kind.__qualname__}, for {self._made_for}>"
 
@@ -267,7 +319,7 @@ class ContextParallelStrategy:
 
     @property
     def mesh(self) -> ContextParallelMesh:
-        """The process groups; available from setup on, earlier if the number of heads is given."""
+        """The process groups, from setup on; earlier if the number of heads is given."""
         return self.runtime.mesh
 
     @property
@@ -282,38 +334,38 @@ class ContextParallelStrategy:
 
     @property
     def data_rank(self) -> int:
-        """The number of this rank's sample, of ``data_parallel_size`` ones."""
+        """The number of this rank's sample, below ``data_parallel_size``."""
         own = self._lightning
         return self.runtime.meshes.data_rank(own.global_rank, own.world_size)
 
     def explain(self) -> str:
-        """Return the kernel of each kind of attention call so far, and why each other was passed over."""
+        """Return the kernel of each kind of attention call so far, and the reasons against other kernels."""
         return self.runtime.binding.explain()
 
     def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """Return the whole tensor of a local one of the current step, in original order and length.
+        """Return the whole tensor for a local one of the current step, in original order and length.
 
-        Differentiable. Every rank calls it and gets the same; a loss of it has the gradients of one process.
+        Differentiable. Every rank calls it, and gets the same; a loss of it has the gradients of one process.
         """
         return self.runtime.step.unshard(x, dim)
 
     def count_targets(self, counted: torch.Tensor | float) -> torch.Tensor:
-        """Declare what the loss of this step counts, where that is not the batch's labels.
+        """Declare the targets that the loss of this step counts, if they are not the batch's labels.
 
-        For targets that the step draws or leaves out, for weights of classes or of tokens, and for a mean by
-        hand. Every rank calls it, before backward; a Hugging Face model that is given ``labels=`` is
-        called after it. Averages of the step follow it too. Each call adds up one number per rank on the
-        device, which the host does not wait for (with ``token_weighting="global"`` it does).
+        Use it for targets that the step draws or leaves out, for weights of classes or of tokens, and for a
+        mean by hand. Every rank calls it, before backward, and before it calls a Hugging Face model with
+        ``labels=``. Averages of the step use it, too. Each call adds one number per rank on the device; the
+        host waits for the sum only with ``token_weighting="global"``.
 
         Args:
-            counted: a mask of this rank's tokens, their weights, or how many targets this rank counts. All
-                leave out padding, see ``token_mask``: it is refused before a weight changes.
+            counted: a mask of this rank's tokens, their weights, or the number of targets on this rank.
+                Padding must not count, see ``token_mask``: it is refused before a weight changes.
 
         Returns:
-            The count of this rank, and 1 where it is 0: what a sum over targets is to be divided by.
+            The divisor of a sum over targets: the count of this rank, or 1 if that is 0.
 
         Raises:
-            ConfigError: no count, or a second one for the same loss; in validation, one of padding.
+            ConfigError: not a count, or a second count for the same loss; in validation, a count of padding.
         """
         return self.runtime.step.count_targets(counted)
 
@@ -325,8 +377,8 @@ class ContextParallelStrategy:
         """Return (sum of totals) / (sum of counts) over the group: the mean of one process.
 
         Args:
-            total: a scalar, the sum over what this rank holds; ignored where ``count`` is 0.
-            count: a scalar, how many it is the sum of.
+            total: a scalar, a sum over this rank's tokens; ignored where ``count`` is 0.
+            count: a scalar, the number of summands.
         """
         return self.runtime.token_mean(total, count)
 
@@ -337,24 +389,24 @@ class ContextParallelStrategy:
     def token_mask(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Return bool [1, L]: true for tokens of the sequence, false for padding that the strategy added.
 
-        For masks that a step draws or makes of inputs. Padding of the batch's own is true.
+        Use it for masks that a step draws or computes. The batch's own padding is true.
         """
         return self.runtime.step.token_mask(x, dim)
 
     def draw_per(self, what: Per) -> AbstractContextManager[None]:
         """Set the unit of random numbers within the block: each ``"token"``, or each ``"row"`` of the batch.
 
-        For dropout and random functions of tensors whose shape does not show it: numbers of tokens differ
-        between ranks that share a sample, those of rows (of parameters, of layers) are equal on them.
+        Use it for dropout and random functions whose tensor's shape does not show the unit: numbers of tokens
+        differ between ranks that share a sample, those of rows (of parameters, of layers) are equal on them.
         """
         return draw_per(what)
 
     def progress(self) -> None:
-        """Report progress of this rank, from any thread, however often: for long work of your own.
+        """Report progress of this rank: call it during long work of yours, from any thread, at any rate.
 
-        The watch ends a run in which no rank does anything that it knows of for ``first_step_timeout``
-        outside of steps, or ``step_timeout`` within one. Work that is not the strategy's (data that is
-        prepared, an evaluation, a file that is sent somewhere) is unknown to it.
+        The watch ends a run without progress on any rank for ``first_step_timeout`` outside of steps, or
+        ``step_timeout`` within a step. It does not see work outside of the strategy, such as the preparation
+        of data, an evaluation, or an upload.
         """
         self.runtime.watch.position.progress()
 
@@ -369,7 +421,7 @@ class ContextParallelStrategy:
     # -- processes -----------------------------------------------------------------------------------
 
     def _check_ranks(self) -> None:
-        """Check that all ranks are there; if no sample is shared, training itself shows it, as with DDP."""
+        """Check that all ranks have started; without shared samples, training shows it, as with DDP."""
         own = self._lightning
         if self._settings.context_parallel_size != 1:
             check_ranks(
@@ -377,7 +429,7 @@ class ContextParallelStrategy:
             )
 
     def _hide_library_warnings(self) -> None:
-        """Hide warnings on ranks that are not the first; also of loggers made since the last call."""
+        """Hide warnings on all ranks but the first, also of loggers made since the last call."""
         if self._lightning.global_rank > 0:
             self._library_warnings.hide()
 
@@ -407,23 +459,30 @@ class ContextParallelStrategy:
         console.set_place(
             console.ProcessPlace(own.global_rank, name, own.num_processes, launches=launches)
         )
-        kind = (type(precision).__qualname__, getattr(precision, "precision", None))
-        chosen = {**self._ddp_options, **vars(self._comm_hook), "precision": kind}
-        require_same_start(settings, trainer, chosen)
+        check_same_start(settings, trainer, self._compared_options(precision))
         address = own.cluster_environment.main_address
         handles = trainer is not None  # the Trainer stops all ranks at one step
         runtime.watch.begin(settings, address, own.launcher, handles_sigterm=handles)
         if not self._watch_ends_with_process:  # there may be many stages
             self._watch_ends_with_process = True
-            # Not the runtime's method: it knows the model, that the Trainer, and that this strategy.
-            # Nor weakref.finalize: a forked process ends without atexit, and would be taken for killed.
+            # Not a method of the runtime: that refers to the model, the Trainer and so to this strategy.
+            # Nor weakref.finalize: a forked process ends without atexit, and would look killed.
             Finalize(self, runtime.watch.stop, exitpriority=1)
             Finalize(self, runtime.progress.forget, exitpriority=1)
-            let_gloo_rest_at_exit()
+            wait_for_gloo_at_exit()
+
+    def _compared_options(self, precision: object) -> dict[str, object]:
+        """Return options of Lightning's that must be equal on all ranks."""
+        kind = (type(precision).__qualname__, getattr(precision, "precision", None))
+        return {**self._ddp_options, **vars(self._comm_hook), "precision": kind}
 
     def _build_mesh(self, model: nn.Module | None = None, num_heads: int | None = None) -> None:
+        from lightning_cp.engines.tensor_parallel import is_shared
+
         if model is not None and is_shared(model):
-            model = None  # it tells of a rank's own heads; they were looked at when it was shared
+            model = (
+                None  # it has a rank's heads only, which were checked when its layers were sharded
+            )
         self._hide_library_warnings()
         self.runtime.end_other_steps()
         own = self._lightning
@@ -444,51 +503,67 @@ class ContextParallelStrategy:
         device, options = self._lightning.root_device, self._ddp_options
         wrapped = self.engine.wrap(module, self.mesh, device, options, methods)
         if self.engine.shards:
+            from lightning_cp.checkpoint.pretrained.export import guard_save_pretrained
+
             self._pretrained.load(module, device)
             guard_save_pretrained(module)
         self.runtime.follow_progress(wrapped)
         return wrapped
 
     def _load_whole(self, module: nn.Module) -> None:
-        """Load pretrained weights before a module is moved and wrapped; a sharded one gets them later."""
+        """Load pretrained weights before a module is moved and wrapped; sharded modules load them later."""
         if not self.engine.shards:
+            from lightning_cp.checkpoint.pretrained.meta_init import check_has_values
+
             self._pretrained.load(module, self._lightning.root_device)
             check_has_values(module, self.engine.name)
+
+    def _remap_optimizer(self, optimizer: Optimizer) -> None:
+        """Put sharded parameters into an optimizer in place of the whole ones."""
+        from lightning_cp.runtime.model_binding import remap_parameters
+
+        remap_parameters(optimizer, self.engine.remap_optimizer)
 
     # -- a step ------------------------------------------------------------------------------------------
 
     def _note_loss(self, loss: torch.Tensor, optimizers: Iterable[Optimizer]) -> None:
-        """Note a loss before its backward; without any gradient, older notes are of a window that failed."""
-        if self._guard.has_notes and not self._has_gradients(optimizers):
+        """Note a loss before its backward; without gradients, drop the notes of a failed window."""
+        if self._guard.has_records and not self._has_gradients(optimizers):
             self._guard.forget()
         self._guard.note_loss(self.runtime.step.own_loss(loss))
 
     def _has_gradients(self, optimizers: Iterable[Optimizer]) -> bool:
         groups = (group for each in optimizers for group in each.param_groups)
         filled = any(p.grad is not None for group in groups for p in group["params"])
-        return filled or any(True for _ in self.engine.unreduced())
+        return filled or any(True for _ in self.engine.unreduced_gradients())
 
     def _check_finite(
         self, number: int, optimizer: Optimizer, model: nn.Module, precision: object
     ) -> None:
-        """Let all ranks compare complete gradients, before anything is changed. Collective."""
+        """Check that complete gradients are finite on all ranks, before the step. Collective."""
         sample = (self.mesh.data_rank, self.mesh.sample_size)
         step = Step(number, optimizer, model, self.runtime.step.batch, sample)
         group = self.mesh.everyone if self._lightning.world_size > 1 else None
         self._guard.before_step(step, group, getattr(precision, "scaler", None))
 
     def _group_of_sum(self, group: Any, reduce_op: Any) -> Any:
-        """Return the ranks of a sum over all: tensor-parallel ranks have the same values."""
+        """Return the group of a sum over all ranks: tensor-parallel ranks have the same values."""
         sums = isinstance(reduce_op, str) and reduce_op.lower() == "sum"
         if group is None and sums and self._settings.tensor_parallel_size > 1:
             return self.mesh.group(Flat.LOSS)
         return group
 
 
-def in_floating_point(x: Any, reduce_op: Any) -> Any:
-    """Return integers whose mean over ranks is asked for in float64: Lightning would cut the mean off.
+def _made_on_first_use(kind: type) -> set[str]:
+    """Return the names of a class's cached properties."""
+    of_all = (item for each in kind.__mro__ for item in vars(each).items())
+    return {name for name, x in of_all if isinstance(x, cached_property)}
 
-    Its epoch means divide by the mean of the batch sizes that ranks have seen.
+
+def in_floating_point(x: Any, reduce_op: Any) -> Any:
+    """Return integers as float64 for a mean over ranks, which Lightning would truncate.
+
+    Its epoch means divide by the mean of the ranks' batch sizes.
     """
     mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
     integer = isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex())

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+from functools import cached_property, partial
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.strategies import DDPStrategy
@@ -20,33 +21,32 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_cp.batch.step_state import ONE_BATCH
-from lightning_cp.checkpoint.checkpoint_io import open_anywhere, writer_for
-from lightning_cp.checkpoint.manager import checked_io
-from lightning_cp.consistency.model import require_same_model, require_same_optimizers
+from lightning_cp.consistency.model import check_same_model, check_same_optimizers
 from lightning_cp.engines.base import Engine
 from lightning_cp.errors import ConfigError, LightningCPError, UndeclaredError
-from lightning_cp.launch.preemption import noting_sigterm
+from lightning_cp.launch.preemption import record_sigterm
 from lightning_cp.launch.rendezvous import connect
-from lightning_cp.launch.worker_results import reporting
-from lightning_cp.loaders.rng import going_on
+from lightning_cp.launch.worker_results import reporting_launcher
+from lightning_cp.loaders.rng import keep_random_state
 from lightning_cp.randomness.token_draws import without_token_draws
 from lightning_cp.resume.fabric import RunState
-from lightning_cp.runtime.model_binding import adopted
 from lightning_cp.strategies.base import ContextParallelStrategy, in_floating_point
-from lightning_cp.strategies.fabric_checkpoints import FabricCheckpoints
 from lightning_cp.strategies.fabric_loops import FabricLoader, Loops
 from lightning_cp.strategies.lightning_patches import STEPS
-from lightning_cp.strategies.parity_checks import FabricParity, asked_in_fabric
-from lightning_cp.strategies.undeclared import asking_at_once, of_run
-from lightning_cp.strategies.validation import check_asked
+from lightning_cp.strategies.parity_checks import FabricParity, fabric_question
+from lightning_cp.strategies.undeclared import collect_undeclared, complete_errors
+from lightning_cp.strategies.validation import check_fabric_parity
 from lightning_cp.watchdog.phase import Phase, Position
+
+if TYPE_CHECKING:
+    from lightning_cp.strategies.fabric_checkpoints import FabricCheckpoints
 
 
 class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
     """The Trainer's strategy of the same name, for Fabric; the arguments are the same, and one more.
 
-    A step begins when a batch is sharded and lasts until the next one is, until the loop over its loader
-    ends, or until ``end_step``::
+    A step begins when a batch is sharded. It ends with the next batch, with the loop over its loader, or with
+    ``end_step``::
 
         model, optimizer = fabric.setup(model, optimizer)
         for batch in fabric.setup_dataloaders(loader):
@@ -60,7 +60,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
 
     Args:
         shard_dataloaders: loaders of ``fabric.setup_dataloaders`` give sharded batches by themselves; not
-            for scripts that shift or cut what a loader gives.
+            for scripts that shift or cut a loader's batches.
         **kwargs: as for the Trainer's strategy.
     """
 
@@ -68,14 +68,15 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
 
     def __init__(self, *args: Any, shard_dataloaders: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        check_asked(self._settings, given="parity_check" in kwargs)
+        arguments = signature(ContextParallelStrategy).bind_partial(*args, **kwargs).arguments
+        check_fabric_parity(self._settings, arguments)
         self._shard_dataloaders = shard_dataloaders
 
     @override
     def _make_own_components(self) -> None:
-        self.checkpoint_io = self._checkpoint_io
-        self._checkpoints = FabricCheckpoints(self._manager, self.runtime)
-        self.runtime.losses.question = asked_in_fabric()
+        if self._checkpoint_io is not None:
+            self.checkpoint_io = self._checkpoint_io  # checked
+        self.runtime.losses.question = fabric_question()
         self._guard.look = self.runtime.losses.refuse_unknown
         self._models = nn.ModuleList()
         self._optimizers: list[Optimizer] = []
@@ -85,13 +86,19 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
             self._backward_sync_control = _LeaveOnRanks(self.engine)
         self._run_state = RunState(self.runtime.meshes)
 
-    def __del__(self) -> None:
-        """Give attention back: Fabric does not say when it ends.
+    @cached_property
+    def _checkpoints(self) -> FabricCheckpoints:
+        from lightning_cp.strategies.fabric_checkpoints import FabricCheckpoints
 
-        Not by ``weakref.finalize``, which would hold the model: a LightningModule refers to its Fabric, and
-        that to this strategy, so that none of the three would ever go.
+        return FabricCheckpoints(self._manager, self.runtime)
+
+    def __del__(self) -> None:
+        """Restore the model's attention: Fabric has no end.
+
+        ``weakref.finalize`` would keep the model alive: a LightningModule refers to its Fabric, and that to
+        this strategy, so that none of the three would ever be deleted.
         """
-        runtime = self.__dict__.get("runtime")  # not there if the settings were refused
+        runtime = self.__dict__.get("runtime")  # None if the settings were refused
         if runtime is not None and not sys.is_finalizing():
             runtime.detach()
 
@@ -100,7 +107,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        self._launcher = reporting(self._launcher)
+        self._launcher = reporting_launcher(self._launcher)
 
     @override
     def _set_world_ranks(self) -> None:
@@ -109,13 +116,13 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         self._hide_library_warnings()
 
     def tell_rank(self) -> None:
-        """Tell Lightning the rank of a worker, before it prints anything as the first one."""
+        """Set the rank of a worker in Lightning, before it prints as the first rank."""
         self._set_world_ranks()
 
     @override
     def setup_environment(self) -> None:
         self._check_launcher()
-        with going_on():
+        with keep_random_state():
             super().setup_environment()
         self._check_world()
         self._begin_watch(self.precision)
@@ -130,7 +137,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
 
     @override
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """With ``empty_init`` models are built without memory, for engines that fill each rank's part."""
+        """Build models without memory with ``empty_init``, for engines that fill each rank's part."""
         if not (empty_init and self.engine.shards):
             return super().module_init_context(empty_init)
         stack = ExitStack()
@@ -141,33 +148,33 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
     @override
     def module_to_device(self, module: nn.Module) -> None:
         if not self.engine.shards and self._settings.pretrained is not None:
-            require_same_model(module)  # the setup comes later, and ranks load together
+            check_same_model(module)  # setup comes later, and the load is collective
         self._load_whole(module)
-        if not self.engine.shards:  # which places a model by itself, part by part
+        if not self.engine.shards:  # else the engine places the model, part by part
             super().module_to_device(module)
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
-        require_same_model(module)
+        check_same_model(module)
         try:
             self._build_mesh(module)
         except UndeclaredError as error:
             every = nn.ModuleList([*self._models, module])
             asked = {"needs_labels": module.training}
-            raise of_run(error, every, {}, self._settings, **asked) from None
+            raise collect_undeclared(error, every, {}, self._settings, **asked) from None
         swapped = self._attach(module)
         if swapped:
             rank_zero_info(f"context parallel attention in: {', '.join(swapped)}")
         if self.runtime.watch.is_on:
             self.runtime.progress.begin_with(module)
-        # Fabric itself goes through forward only where what it calls is another module than the user's.
+        # Fabric reaches steps through forward only if its module is not the user's.
         steps = STEPS if isinstance(module, LightningModule) else ()
         wrapped = self._wrap(module, ("forward", *steps))
-        self._run_state.follow_model(wrapped)
+        self._run_state.track_model(wrapped)
         return wrapped
 
     def _attach(self, module: nn.Module) -> list[str]:
-        """Add a model; if it is refused, the earlier ones continue as they were."""
+        """Add a model; if it is refused, earlier models stay attached."""
         models = nn.ModuleList([*self._models, module])
         try:
             swapped = self.runtime.attach(models, {}, needs_labels=False)
@@ -180,17 +187,17 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        adopted(optimizer, self.engine.adopt)
-        require_same_optimizers([optimizer], self._models)
+        self._remap_optimizer(optimizer)
+        check_same_optimizers([optimizer], self._models)
         self._optimizers.append(optimizer)
         self.runtime.attach_clips(self._optimizers)
-        self._run_state.follow_optimizer(optimizer)
+        self._run_state.track_optimizer(optimizer)
         return super().setup_optimizer(optimizer)
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any] | None:  # type: ignore[override]
-        """``None`` without data ranks: then Fabric leaves samplers alone, and the order is one process's."""
+        """``None`` without data ranks: Fabric then keeps the sampler, as in one process."""
         if self.data_parallel_size == 1:
             return None
         return {"num_replicas": self.data_parallel_size, "rank": self.data_rank}
@@ -210,22 +217,22 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
 
     @property
     def run_state(self) -> RunState:
-        """Random numbers of every rank and the place of every loader, for ``fabric.save`` and ``load``."""
+        """Random state of every rank and position of every loader, for ``fabric.save`` and ``load``."""
         self._run_state.device = self.root_device
         return self._run_state
 
     # -- a step, in the order of its data ------------------------------------------------------------------
 
     def shard_batch(self, batch: Any, *, training: bool | None = None) -> Any:
-        """This rank's part of a batch that every rank of its group holds whole; begins a step.
+        """Begin a step: return this rank's part of a batch that every rank of its group holds whole.
 
         Args:
             batch: tensors in dicts, tuples, lists, named tuples or dataclasses, nested in any way.
-            training: the step calls ``backward``, so that labels are needed; by default whether gradients
-                are enabled and a model is in training mode.
+            training: True if the step calls ``backward``, which needs labels; by default, if gradients are
+                enabled and a model is in training mode.
 
         Raises:
-            ConfigError: a batch that cannot be read, or labels that nobody says how to read.
+            ConfigError: a batch that cannot be read, or labels of unknown meaning.
             ShapeError: sequences that are too short, unequal, or (padding=False) do not divide.
             BatchMismatchError: ranks of a group hold different batches.
             RankFailure: another rank's batch was refused.
@@ -238,38 +245,38 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
             self._end_last_step()
         try:
             if training and runtime.enabled:
-                runtime.binding.check_label_kind()
+                runtime.binding.check_labels_declared()
                 if not self._steps:
                     runtime.binding.check_trains()
             local = runtime.shard(batch, needs_labels=training)
         except UndeclaredError as error:
             asked = {"needs_labels": training, "batch": batch}
-            raise of_run(error, self._models, {}, self._settings, **asked) from None
+            raise collect_undeclared(error, self._models, {}, self._settings, **asked) from None
         if training:
             self._position.begin_micro_batch()
         runtime.begin_step()
         return local
 
     def check_parity(self, batch: Any, step: Callable[[Any], Any]) -> str:
-        """Compare a step on one process with the same step context parallel; ``parity_tokens`` says how much.
+        """Compare a step on one process with the same step context parallel, on ``parity_tokens`` tokens.
 
-        Nothing is changed: gradients, buffers, metrics and random numbers are afterwards what they were.
+        Gradients, buffers, metrics and random state do not change.
 
         Args:
-            batch: whole, not sharded yet.
-            step: calls models that were set up, and returns the loss; without ``backward``.
+            batch: the whole batch.
+            step: function that calls models that were set up, and returns the loss, without ``backward``.
 
         Returns:
-            A line, which the first rank prints, too.
+            A line, which the first rank also prints.
 
         Raises:
-            ParityError: on every rank, where they differ, with the likely cause.
+            ParityError: on every rank, if they differ, with the likely cause.
             ConfigError: no model was set up, or a step that cannot be compared.
         """
         self._end_last_step()
         if self.runtime.enabled:
             self.runtime.binding.check_trains()
-        with asking_at_once(self._settings):
+        with complete_errors(self._settings):
             return FabricParity(self.runtime, self.engine, self._models, self.precision).check(
                 batch, step, partial(self._backward, module=None)
             )
@@ -285,7 +292,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
             )
 
     def end_step(self) -> None:
-        """The models are plain models until the next batch, for what one rank does alone.
+        """End the step: the models are plain models until the next batch, for work of one rank.
 
         Raises:
             ConfigError: the models were called in the step, and no attention call was intercepted.
@@ -296,12 +303,12 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
     def backward(
         self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any
     ) -> None:
-        """Backward of a loss, weighted by this rank's share of the targets.
+        """Call backward on a loss, weighted by this rank's share of the targets.
 
         Raises:
-            ConfigError: no batch was sharded, attention stayed local, the loss has nothing to do with the
-                model, or backward would come through attention on some ranks only.
-            NonFiniteError: a rank without targets has a loss that cannot be made to add nothing.
+            ConfigError: no batch was sharded, attention stayed local, the loss does not depend on the model,
+                or backward would run through attention on some ranks only.
+            NonFiniteError: the loss of a rank without targets is not finite, also scaled by 0.
             RankFailure: that happened on another rank.
         """
         if self.runtime.enabled and not self.runtime.in_step:
@@ -318,7 +325,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
             step.check_connected(tensor)
             self._note_loss(tensor, self._optimizers)
             scaled = step.scale_loss(tensor, self._optimizers)
-            self.engine.expect(scaled)
+            self.engine.prepare_backward(scaled)
             self._backward(scaled, module, *args, **kwargs)
             step.after_backward(self._models.parameters())
         except BaseException:
@@ -330,7 +337,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         super().backward(loss, module, **kwargs)
 
     def _check_frozen(self) -> None:
-        left_out = self.engine.left_out(self._models)
+        left_out = self.engine.frozen_at_wrap(self._models)
         if left_out:
             raise ConfigError(
                 f"{', '.join(left_out[:3])} ({len(left_out)} in all) were frozen when fabric.setup was "
@@ -341,12 +348,12 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step along gradients that are complete.
+        """Step with complete gradients.
 
         Raises:
-            ConfigError: parameters that are trained got no gradient, so others were not averaged; or no
-                backward of the window was outside of ``no_backward_sync``.
-            NonFiniteError: on every rank, if some loss or gradient is not finite; nothing has changed.
+            ConfigError: a trained parameter has no gradient, so that others were not averaged; or every
+                backward of the window was within ``no_backward_sync``.
+            NonFiniteError: on every rank, if a loss or gradient is not finite; nothing has changed.
         """
         closure = kwargs.get("closure")
         in_optimizer = ExitStack()  # an optimizer draws for parameters, not for tokens
@@ -372,7 +379,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
             self._position.end_step()
         self._steps += 1
         self._run_state.steps()
-        self.engine.after_step()
+        self.engine.after_optimizer_step()
         self.runtime.records.recorder.end()
         return stepped
 
@@ -399,13 +406,13 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         self.engine.clip_value(self.precision.main_params(optimizer), clip_val)
 
     def _finalize_gradients(self, optimizer: Optimizer) -> None:
-        """Several backward passes may have filled the gradients; now they are averaged, in final size.
+        """Complete the gradients of a window: averaged, weighted and checked.
 
         Raises:
             ConfigError: they are not averaged.
         """
         try:
-            self.engine.require_averaged()
+            self.engine.finish_backward()
             self._check_reduced(optimizer)
             self.runtime.end_window(optimizer)
             model = self._models[0] if len(self._models) == 1 else self._models
@@ -416,7 +423,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
 
     def _check_reduced(self, optimizer: Optimizer) -> None:
         stepped = (p for group in optimizer.param_groups for p in group["params"])
-        kept = self.engine.kept_back(stepped)
+        kept = self.engine.count_unsynced(stepped)
         if kept:
             raise ConfigError(
                 f"gradients of {kept} parameters of this {type(optimizer).__name__} are this rank's "
@@ -431,26 +438,26 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         return super().all_reduce(in_floating_point(tensor, reduce_op), group, reduce_op)
 
     def unshard_output(self, output: Any, dims: dict[str, int | None] | None = None) -> Any:
-        """Tensors of the current step in any container, in original order and length, on every rank.
+        """Return tensors of the current step, in any container, in original order and length, on every rank.
 
         Args:
-            output: what a model returned, or a container of it.
-            dims: dotted name -> sequence dimension, ``None`` to leave a tensor; 1 for the rest.
+            output: a model's output, or a container of outputs.
+            dims: dotted name -> sequence dimension, ``None`` to keep a tensor; 1 for other tensors.
 
         Raises:
-            ConfigError: a tensor that is neither along the sequence nor the same on all ranks.
+            ConfigError: a tensor without a sequence dimension that differs between ranks.
         """
         return self.runtime.step.unshard_output(output, dims or {})
 
     @property
     def should_stop(self) -> bool:
-        """True if some rank was sent SIGTERM: the same on all ranks, as they tell each other at every step.
+        """True if a rank has received SIGTERM; the same on all ranks, which share it at every step.
 
-        To be looked at by every rank, after each step. From the first look on SIGTERM ends no process any
-        more, as long as this strategy is there; before it, as ever. Once true, it remains so.
+        Every rank reads it, after each step. From the first read on, SIGTERM does not end a process while
+        this strategy exists. Once true, it stays true.
         """
         if self._guard.wish is None:
-            self._guard.wish = noting_sigterm(self).wish
+            self._guard.wish = record_sigterm(self).wish
         return self._guard.wishes > 0
 
     # -- checkpoints -----------------------------------------------------------------------------------
@@ -458,12 +465,16 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
     @property
     @override
     def checkpoint_io(self) -> Any:
-        """A user's plugin, which has full checkpoints; else what Lightning moves weights with."""
+        """The user's plugin, for full checkpoints; else ours."""
+        if self._checkpoint_io is None:
+            self.checkpoint_io = None  # ours
         return self._checkpoint_io
 
     @checkpoint_io.setter
     @override
     def checkpoint_io(self, io: Any) -> None:
+        from lightning_cp.checkpoint.manager import checked_io
+
         self._checkpoint_io = checked_io(io, self._settings.checkpoint)
 
     @override
@@ -474,19 +485,19 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         storage_options: Any = None,
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Save modules, optimizers and whatever else is in ``state``; called on every rank.
+        """Save modules, optimizers and other entries of ``state``; called on every rank.
 
         Raises:
             CheckpointError: on every rank: it cannot be written, ranks have different states, or a model's
                 weights are not all there.
-            ConfigError: ``state`` is no dictionary.
+            ConfigError: ``state`` is not a dictionary.
         """
         with self._position.during(Phase.SAVE):
-            elsewhere = writer_for(self._checkpoint_io, path, storage_options)
             convert = partial(
                 self._convert_stateful_objects_in_state, state, filter=dict(filter or {})
             )
-            self._checkpoints.save(path, state, self._models, elsewhere, convert)
+            place = (path, self._checkpoint_io, storage_options)
+            self._checkpoints.save(state, self._models, convert, *place)
 
     @override
     def load_checkpoint(
@@ -500,22 +511,21 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
 
         Args:
             path: the checkpoint.
-            state: a dictionary of objects to be restored; one module or optimizer if the file is that one's
-                state; or nothing: then the whole of it is returned.
+            state: a dictionary of objects to restore; one module or optimizer if the file is its state; or
+                nothing, to return the whole checkpoint.
             strict: every key of ``state`` must be in the checkpoint, and names of modules must be the same.
-            weights_only: ``False`` makes objects of a file that you trust, which runs code of it.
+            weights_only: ``False`` loads any object, which runs code of the file: only for files you trust.
 
         Returns:
-            The entries that were not restored into ``state``, read on access, so that no rank need hold a
-            model or an optimizer whole.
+            The entries that are not in ``state``. They are read on access, so that no rank must hold a
+            whole model or optimizer.
 
         Raises:
             CheckpointError: on every rank: it is missing, damaged or does not fit; ``state`` is as it was.
         """
         with self._position.during(Phase.LOAD):
-            self._manager.finish()
-            opened = open_anywhere(self._checkpoint_io, path, weights_only)
-            return self._checkpoints.load(opened, state, strict=strict)
+            place = (path, self._checkpoint_io, weights_only)
+            return self._checkpoints.load(state, *place, strict=strict)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, after the one that replaces it is complete; called on every rank."""
@@ -537,7 +547,7 @@ class _LeaveOnRanks(_BackwardSyncControl):
         self._engine = engine
 
     def __getstate__(self) -> dict[str, Any]:
-        """Nothing: a copied strategy makes one for its own engine."""
+        """Return nothing: a copy of the strategy makes one for its engine."""
         return {}
 
     @override

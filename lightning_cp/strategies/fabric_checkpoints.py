@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_cp.checkpoint.atomic import local_path
-from lightning_cp.checkpoint.checkpoint_io import WriteFunction
+from lightning_cp.checkpoint.checkpoint_io import open_anywhere, writer_for
 from lightning_cp.checkpoint.consistency import check_same_states
-from lightning_cp.checkpoint.lazy_tree import Remainder
+from lightning_cp.checkpoint.lazy_tree import LazyEntries
 from lightning_cp.checkpoint.manager import CheckpointManager, check_models_complete
 from lightning_cp.checkpoint.manifest import SaveInfo
 from lightning_cp.checkpoint.optimizers import (
@@ -24,7 +24,6 @@ from lightning_cp.checkpoint.optimizers import (
     names_as_saved,
     names_of,
 )
-from lightning_cp.checkpoint.read import Checkpoint
 from lightning_cp.checkpoint.restore import load_module, templates_for
 from lightning_cp.comm.consensus import World
 from lightning_cp.errors import CheckpointError, ConfigError
@@ -40,7 +39,7 @@ class FabricCheckpoints:
     """Saves and loads of one run: ``fabric.save`` and ``fabric.load`` end up here.
 
     Args:
-        manager: writes checkpoints.
+        manager: writer of checkpoints.
         runtime: of the run.
     """
 
@@ -49,39 +48,42 @@ class FabricCheckpoints:
 
     def save(
         self,
-        path: str | Path,
         state: State,
         models: nn.ModuleList,
-        elsewhere: WriteFunction | None,
         convert: Callable[[], dict[str, Any]],
+        path: str | Path,
+        io: Any,
+        storage_options: Any,
     ) -> None:
         """Save modules, optimizers and all else in ``state``; called on every rank.
 
         Args:
-            path: of the checkpoint.
             state: the user's.
             models: that were set up.
-            elsewhere: writes to a store or by a plugin.
             convert: returns the state with objects replaced by their states.
+            path: of the checkpoint.
+            io: a plugin that writes it, or ours.
+            storage_options: options of a store.
 
         Raises:
             CheckpointError: on every rank: it cannot be written, ranks have different states, or a model's
                 weights are not all there.
-            ConfigError: ``state`` is no dictionary.
+            ConfigError: ``state`` is not a dictionary.
         """
+        elsewhere = writer_for(io, path, storage_options)
         check_same_states(
             World(),
             local_path(path) if elsewhere is None else Path(path),
-            lambda: _dictionary(state),
+            lambda: _require_mapping(state),
             (nn.Module, Optimizer, _Stateful),
         )
         modules, optimizers = _modules(state), _optimizers(state)
         check_models_complete(modules.values() or models)
-        named = named_parameters(modules or {"": _unwrapped(models)})
+        named = named_parameters(modules or {"": _unwrap(models)})
         names = {key: names_of(optimizer, named) for key, optimizer in optimizers.items()}
         tree = convert()
         for run in (obj for obj in state.values() if isinstance(obj, RunState)):
-            run.take_back(tree, modules)
+            run.restore_buffers(tree, modules)
         step = next((state[k] for k in _STEPS if type(state.get(k)) is int), None)
         sizes = self._runtime.meshes.sizes if modules else {}
         about = SaveInfo(step, sizes, self._runtime.settings.data_parallel)
@@ -90,22 +92,28 @@ class FabricCheckpoints:
             tree, path, about, {"parameters": names, "kinds": kinds}, elsewhere=elsewhere
         )
 
-    def load(self, opened: Checkpoint, state: Any, *, strict: bool) -> dict[str, Any]:
-        """Load a verified checkpoint, all or nothing; called on every rank.
+    def load(
+        self, state: Any, path: str | Path, io: Any, weights_only: bool | None, *, strict: bool
+    ) -> dict[str, Any]:
+        """Verify a checkpoint and load it, all or nothing; called on every rank.
 
         Args:
-            opened: the checkpoint.
             state: a dictionary of objects to be restored; one module or optimizer if the file is that one's
                 state; or nothing: then the whole of it is returned.
+            path: of the checkpoint.
+            io: a plugin that wrote it, or ours.
+            weights_only: ``False`` makes objects of a trusted file, which runs code of it.
             strict: every key of ``state`` must be in the checkpoint, and names of modules must be the same.
 
         Returns:
-            The entries that were not restored into ``state``, read on access, so that no rank need hold a
-            model or an optimizer whole.
+            The entries that are not in ``state``. They are read on access, so that no rank must hold a
+            whole model or optimizer.
 
         Raises:
             CheckpointError: on every rank: it is damaged or does not fit; ``state`` is as it was.
         """
+        self._manager.finish()
+        opened = open_anywhere(io, path, weights_only)
         if not state:
             return opened.read()
         if isinstance(state, (nn.Module, Optimizer)):
@@ -126,7 +134,7 @@ class FabricCheckpoints:
         optimizers = {(key,): (x, names.get(key, [])) for key, x in _optimizers(state).items()}
         checkpoint = opened.read(templates_for(_modules(state), optimizers), state)
         _restore(state, checkpoint, names, opened.ours.get("kinds", {}), strict=strict)
-        return Remainder.of(opened, [key for key in opened.tree if key not in state])
+        return LazyEntries.of(opened, [key for key in opened.tree if key not in state])
 
 
 def _restore(
@@ -140,7 +148,7 @@ def _restore(
     """Check everything, then load."""
     present = {key: obj for key, obj in state.items() if key in checkpoint}
     modules, fitted = _modules(state), {}
-    # of another model, first of all: the optimizer of that does not fit either
+    # modules first: with another model, its optimizer does not fit either
     check_modules(_modules(present), checkpoint, strict=strict)
     for key, obj in _optimizers(present).items():
         saved = names.get(key, [])
@@ -148,7 +156,7 @@ def _restore(
         fitted[key] = fit_state(checkpoint[key], obj, saved, own, kinds.get(key, []))
     for key, obj in present.items():
         if isinstance(obj, RunState):
-            obj.fitting(checkpoint[key])
+            obj.state_to_resume(checkpoint[key])
     load_modules(_modules(present), checkpoint, strict=strict)
     for key, obj in present.items():
         value = checkpoint[key]
@@ -163,19 +171,19 @@ def _restore(
 
 
 def load_modules(modules: Mapping[str, nn.Module], checkpoint: State, *, strict: bool) -> None:
-    """All of them, or none."""
+    """Load the states of all modules, or none."""
     check_modules(modules, checkpoint, strict=strict)
     for key, module in modules.items():
         load_module(module, checkpoint[key], strict=strict)
 
 
 def check_modules(modules: Mapping[str, nn.Module], checkpoint: State, *, strict: bool) -> None:
-    """Refuse what does not fit; nothing is loaded."""
+    """Check that states fit their modules, without a load."""
     for key, module in modules.items():
         load_module(module, checkpoint[key], strict=strict, check_only=True)
 
 
-def _dictionary(state: Any) -> Mapping[str, Any]:
+def _require_mapping(state: Any) -> Mapping[str, Any]:
     if isinstance(state, Mapping):
         return state
     raise ConfigError(
@@ -185,12 +193,12 @@ def _dictionary(state: Any) -> Mapping[str, Any]:
 
 
 def _modules(state: Any) -> dict[str, nn.Module]:
-    return {key: _unwrapped(obj) for key, obj in state.items() if isinstance(obj, nn.Module)}
+    return {key: _unwrap(obj) for key, obj in state.items() if isinstance(obj, nn.Module)}
 
 
 def _optimizers(state: Any) -> dict[str, Optimizer]:
     return {key: obj for key, obj in state.items() if isinstance(obj, Optimizer)}
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
+def _unwrap(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, DistributedDataParallel) else module

@@ -1,7 +1,7 @@
 """Loops over Fabric's loaders: a step ends with the loop that gave its batch.
 
-The loop is the user's, and does not say that it is over; what can be seen is that its loader has no batch
-left, or that its iterator is gone, after ``break``, ``return`` or an error.
+The loop belongs to the user, and Fabric does not see its end. Its loader sees that it has no batch left, or
+that its iterator is gone, after ``break``, ``return`` or an error.
 """
 
 from __future__ import annotations
@@ -16,36 +16,38 @@ from lightning_cp.runtime.runtime import ContextParallelRuntime
 
 
 class Loops:
-    """The loops of one run, and whose batch the current step has."""
+    """The loops of one run, and the one that gave the current step's batch."""
 
     def __init__(self, runtime: ContextParallelRuntime) -> None:
         self._runtime = runtime
-        self._last: object = None
-        self._of_step: object = None
-        self._ahead: object = None
-        """A loop whose body called a model with a batch after it had asked for the next one."""
+        self._last_loop: object = None
+        self._step_loop: object = None
+        self._loop_ahead: object = None
+        """A loop that reads ahead: it asked for the next batch before it called a model with the last one."""
         self._calls = 0
-        """Of the current step, when the last batch was given."""
+        """Attention calls of the current step at the time of the last batch."""
 
     def begin_batch(self, loop: object) -> None:
-        """A loop gives a batch."""
-        self._last, self._calls = loop, self._runtime.step.calls
+        """Note that a loop gives a batch."""
+        self._last_loop, self._calls = loop, self._runtime.step.calls
 
     def begin_step(self) -> None:
-        """A batch is about to be sharded: the one that was given last, as far as can be seen."""
-        if self._of_step is self._last and self._runtime.step.calls > self._calls:
-            self._ahead = self._last
-        self._of_step = self._last
+        """Note that a batch is sharded next: the last one that a loop gave, as far as can be seen."""
+        if self._step_loop is self._last_loop and self._runtime.step.calls > self._calls:
+            self._loop_ahead = self._last_loop
+        self._step_loop = self._last_loop
 
     def end(self, loop: object) -> None:
-        """A loop has no batch left. A loop that reads ahead is here within its last step, which lasts on; of
-        other loops the last batch was left out, if it was not used.
+        """End the step of a loop that has no batch left.
+
+        A loop that reads ahead is still in its last step, which continues. Another loop has skipped its last
+        batch if no model was called with it.
 
         Raises:
             ConfigError: the models were called in its last step, and no attention call was intercepted.
         """
         runtime = self._runtime
-        if not self._has_step(loop) or self._ahead is loop:
+        if not self._has_step(loop) or self._loop_ahead is loop:
             return
         if runtime.step.is_unused:
             runtime.leave_step()
@@ -53,23 +55,26 @@ class Loops:
             runtime.close_step()
 
     def leave(self, loop: object) -> None:
-        """A loop was left, maybe by an error within its step. Nothing is raised, and ranks do nothing
-        together: each collects its garbage when it likes."""
+        """End the step of a loop that was left, perhaps by an error in it.
+
+        It raises nothing and is not collective: Python's garbage collector calls it, on each rank at another
+        time.
+        """
         if not sys.is_finalizing() and self._has_step(loop):
             self._runtime.leave_step()
 
     def _has_step(self, loop: object) -> bool:
         """True if the current step is this loop's."""
-        return self._of_step is loop and self._runtime.in_step
+        return self._step_loop is loop and self._runtime.in_step
 
 
 class FabricLoader(LoaderProxy):
-    """A loader of a run, whose loops are known.
+    """A loader that reports its loops.
 
     Args:
-        loader: gives whole batches.
-        loops: of the run; a loader that outlives its strategy is the plain loader again.
-        shard: moves a batch to the device and shards it; ``None``: the script does so.
+        loader: a loader of whole batches.
+        loops: of the run; a loader that outlives its strategy is the plain loader.
+        shard: a function that moves a batch to the device and shards it; ``None``: the script does so.
     """
 
     __slots__ = ("__weakref__", "_loops", "_shard")
@@ -83,14 +88,14 @@ class FabricLoader(LoaderProxy):
         loop = object()
         try:
             for batch in self._loader:
-                self._tell(Loops.begin_batch, loop)
+                self._call(Loops.begin_batch, loop)
                 yield batch if self._shard is None else self._shard(batch)
-        except BaseException:  # its end by the garbage collector, too
-            self._tell(Loops.leave, loop)
+        except BaseException:  # the garbage collector's GeneratorExit, too
+            self._call(Loops.leave, loop)
             raise
-        self._tell(Loops.end, loop)
+        self._call(Loops.end, loop)
 
-    def _tell(self, what: Callable[[Loops, object], None], loop: object) -> None:
+    def _call(self, method: Callable[[Loops, object], None], loop: object) -> None:
         loops = self._loops()
         if loops is not None:
-            what(loops, loop)
+            method(loops, loop)

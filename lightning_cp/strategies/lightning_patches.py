@@ -1,11 +1,11 @@
-"""Parts of Lightning's Trainer that the strategy reads, and takes over."""
+"""Checks of Lightning's Trainer, and patches of it, its callbacks and its precision plugin."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -30,15 +30,18 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.profile.recorder import StepRecorder
 from lightning_cp.utils.patching import PatchSet
 
+if TYPE_CHECKING:
+    from lightning_cp.checkpoint.manager import CheckpointManager
+
 _log = logging.getLogger("lightning_cp")
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-def refuse_dataloader_iter(module: LightningModule) -> None:
-    """Refuse steps that are given no batch.
+def check_no_dataloader_iter(module: LightningModule) -> None:
+    """Check that steps take a batch.
 
     Raises:
-        ConfigError: one of them takes an iterator of batches.
+        ConfigError: a step takes an iterator of batches.
     """
     for step in STEPS:
         hook = getattr(module, step, None)
@@ -49,11 +52,11 @@ def refuse_dataloader_iter(module: LightningModule) -> None:
             )
 
 
-def refuse_averages(trainer: Trainer, engine: str) -> None:
-    """Refuse callbacks that keep a whole copy of a model, to average it with parameters that are sharded.
+def check_no_averages(trainer: Trainer, engine: str) -> None:
+    """Check that no callback averages a whole copy of the model with sharded parameters.
 
     Raises:
-        ConfigError: naming the first one.
+        ConfigError: naming the first such callback.
     """
     kinds = (WeightAveraging, StochasticWeightAveraging)
     callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
@@ -85,17 +88,17 @@ def place_profiles(trainer: Trainer, settings: StrategyConfig, recorder: StepRec
         recorder.folder = folder
 
 
-def leave_samplers_alone(trainer: Trainer) -> None:
-    """All ranks read the same samples, as one process does; Lightning's sampler would shuffle them."""
+def keep_samplers(trainer: Trainer) -> None:
+    """Keep the user's sampler: Lightning's would shuffle, and all ranks read the same samples."""
     connector: Any = trainer._accelerator_connector
     assert hasattr(connector, "use_distributed_sampler")  # Lightning's own, and private
     connector.use_distributed_sampler = False
 
 
-def before_hooks_of_batch(
-    replaced: PatchSet, precision: Precision, act: Callable[[], object]
+def call_before_batch_hooks(
+    patches: PatchSet, precision: Precision, act: Callable[[], object]
 ) -> None:
-    """Call ``act()`` once a batch was read, before any hook is called with it."""
+    """Call ``act()`` after a batch is read, before its hooks."""
 
     def first(own: Callable[..., Any]) -> Callable[..., Any]:
         def convert_input(batch: Any) -> Any:
@@ -104,13 +107,13 @@ def before_hooks_of_batch(
 
         return convert_input
 
-    replaced.replace(precision, "convert_input", first)
+    patches.replace(precision, "convert_input", first)
 
 
-def before_hooks_of_backward(
-    replaced: PatchSet, precision: Precision, scaled: Callable[[torch.Tensor], torch.Tensor]
+def scale_before_backward_hooks(
+    patches: PatchSet, precision: Precision, scaled: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Go on with ``scaled(loss)``: a strategy's own hook there returns nothing."""
+    """Replace a loss by ``scaled(loss)`` before the hooks of backward, which cannot replace it."""
 
     def first(own: Callable[..., Any]) -> Callable[..., Any]:
         def pre_backward(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -118,13 +121,13 @@ def before_hooks_of_backward(
 
         return pre_backward
 
-    replaced.replace(precision, "pre_backward", first)
+    patches.replace(precision, "pre_backward", first)
 
 
-def before_autograd(
-    replaced: PatchSet, precision: Precision, act: Callable[[torch.Tensor], object]
+def call_before_autograd(
+    patches: PatchSet, precision: Precision, act: Callable[[torch.Tensor], object]
 ) -> None:
-    """Call ``act(loss)`` between the hooks before a backward and autograd: Lightning has no hook there."""
+    """Call ``act(loss)`` between the hooks of backward and autograd, where Lightning has no hook."""
 
     def after_hooks(own: Callable[..., Any]) -> Callable[..., Any]:
         def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -133,13 +136,13 @@ def before_autograd(
 
         return backward
 
-    replaced.replace(precision, "backward", after_hooks)
+    patches.replace(precision, "backward", after_hooks)
 
 
-def before_clipping(
-    replaced: PatchSet, precision: Precision, act: Callable[[Optimizer], object]
+def call_before_clipping(
+    patches: PatchSet, precision: Precision, act: Callable[[Optimizer], object]
 ) -> None:
-    """Call ``act(optimizer)`` before gradients are clipped, be it by hand."""
+    """Call ``act(optimizer)`` before gradients are clipped, also by hand."""
 
     def in_final_size(own: Callable[..., Any]) -> Callable[..., Any]:
         def clip(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -149,11 +152,11 @@ def before_clipping(
 
         return clip
 
-    replaced.replace(precision, "clip_gradients", in_final_size)
+    patches.replace(precision, "clip_gradients", in_final_size)
 
 
-def after_toggling(replaced: PatchSet, module: Any, act: Callable[[], object]) -> None:
-    """Call ``act()`` once an optimizer's parameters were frozen or unfrozen: those of a step are others."""
+def call_after_toggling(patches: PatchSet, module: Any, act: Callable[[], object]) -> None:
+    """Call ``act()`` after an optimizer is toggled, which freezes or unfreezes parameters."""
 
     def then(own: Callable[..., Any]) -> Callable[..., Any]:
         def toggle(*args: Any, **kwargs: Any) -> None:
@@ -163,11 +166,11 @@ def after_toggling(replaced: PatchSet, module: Any, act: Callable[[], object]) -
         return toggle
 
     for name in ("toggle_optimizer", "untoggle_optimizer"):
-        replaced.replace(module, name, then)
+        patches.replace(module, name, then)
 
 
-def prevent_saves(replaced: PatchSet, trainer: Trainer) -> None:
-    """Prevent saves by callbacks and by anybody else."""
+def prevent_saves(patches: PatchSet, trainer: Trainer) -> None:
+    """Prevent saves by callbacks and by user code."""
 
     def warn(filepath: Any, *_: Any, **__: Any) -> None:
         _log.warning("after an error no checkpoint is saved: other ranks would have to take part.")
@@ -175,14 +178,14 @@ def prevent_saves(replaced: PatchSet, trainer: Trainer) -> None:
     def ignore(*_: Any, **__: Any) -> None:
         pass
 
-    replaced.replace(trainer, "save_checkpoint", lambda _: warn)
+    patches.replace(trainer, "save_checkpoint", lambda _: warn)
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-        if isinstance(callback, Checkpoint):  # it would give up an older one for the new one
-            replaced.replace(callback, "on_exception", lambda _: ignore)
+        if isinstance(callback, Checkpoint):  # it would delete an older checkpoint for the new one
+            patches.replace(callback, "on_exception", lambda _: ignore)
 
 
-def clip_by(replaced: PatchSet, precision: Any, engine: Engine) -> None:
-    """Have gradients clipped by an engine that knows who holds which part of them."""
+def clip_with_engine(patches: PatchSet, precision: Any, engine: Engine) -> None:
+    """Clip gradients with an engine that knows which rank holds which part of them."""
 
     def by_norm(own: Callable[..., Any]) -> Callable[..., Any]:
         def clip(optimizer: Optimizer, clip_val: float) -> None:
@@ -196,106 +199,110 @@ def clip_by(replaced: PatchSet, precision: Any, engine: Engine) -> None:
 
         return clip
 
-    replaced.replace(precision, "clip_grad_by_norm", by_norm)
-    replaced.replace(precision, "clip_grad_by_value", by_value)
+    patches.replace(precision, "clip_grad_by_norm", by_norm)
+    patches.replace(precision, "clip_grad_by_value", by_value)
 
 
-# Decisions of Lightning by a value, and saves of callbacks, where several ranks do them together.
+# Decisions of Lightning by a logged value, and saves of callbacks, on several ranks.
 #
-# A value that is logged without ``sync_dist`` is another one on each data rank. What it decides (which
-# checkpoint is the best, its name, a learning rate) has to be the same on all of them: ranks that name
-# other files wait for each other, and those with other learning rates train parts of what is no model. So
-# the first rank's decides.
+# Data ranks have different values of what is logged without ``sync_dist``. The decisions that depend on it
+# (the best checkpoint, its name, a learning rate) must be the same on all ranks: ranks that name different
+# files wait for each other, and different learning rates break the model. So the first rank's value decides.
 
 
-ALONE = (
+CANNOT_SAVE_ALONE = (
     "a rank that leaves with an error cannot save for all, because the others are not going to take part. "
     "The last complete checkpoint is the one to resume from."
 )
 
 
-def adopt_callbacks(replaced: PatchSet, trainer: Trainer, saver: Any) -> None:
-    """Have ranks decide by the same values, links made once they point to something, and nobody save alone.
+def adopt_callbacks(patches: PatchSet, trainer: Trainer, saver: CheckpointManager) -> None:
+    """Let ranks decide by the same values, link complete checkpoints only, and never save alone.
 
     Args:
-        replaced: gives back what is replaced.
-        trainer: whose callbacks and loops decide.
-        saver: makes the links, and warns.
+        patches: receiver of the patches.
+        trainer: the Trainer, whose callbacks and loops are patched.
+        saver: maker of links and warnings.
     """
-    replaced.undo()
+    patches.undo()
     loop: Any = trainer.fit_loop.epoch_loop
     if World().size > 1:
-        replaced.replace(loop, "_get_monitor_value", lambda own: _value_of_first(own, saver))
+        patches.replace(loop, "_get_monitor_value", lambda own: _monitor_first_rank(own, saver))
     callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     for callback in callbacks:
         if isinstance(callback, ModelCheckpoint) and hasattr(callback, "_link_checkpoint"):
-            replaced.replace(callback, "_link_checkpoint", lambda own: _linking(saver))
+            patches.replace(callback, "_link_checkpoint", lambda own: _link_by(saver))
         if World().size > 1 and isinstance(callback, ModelCheckpoint):
-            _decide_by_first(replaced, callback, saver)
+            _rank_candidates_by_first(patches, callback, saver)
         saves = isinstance(callback, (ModelCheckpoint, OnExceptionCheckpoint))
         if saves and World().size > 1 and getattr(callback, "save_on_exception", True):
-            replaced.replace(callback, "on_exception", lambda own: _not_alone)
+            patches.replace(callback, "on_exception", lambda own: _report_no_save)
 
 
-def _decide_by_first(replaced: PatchSet, callback: Any, saver: Any) -> None:
+def _rank_candidates_by_first(patches: PatchSet, callback: Any, saver: CheckpointManager) -> None:
     def replacement(own: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda trainer: _of_first(own(trainer), callback.monitor, saver)
+        return lambda trainer: _values_of_first_rank(own(trainer), callback.monitor, saver)
 
-    replaced.replace(callback, "_monitor_candidates", replacement)
+    patches.replace(callback, "_monitor_candidates", replacement)
 
 
-def _value_of_first(own: Callable[[str], Any], saver: Any) -> Callable[[str], Any]:
+def _monitor_first_rank(
+    own: Callable[[str], Any], saver: CheckpointManager
+) -> Callable[[str], Any]:
     def value(key: str) -> Any:
         found = own(key)
-        return _of_first({} if found is None else {key: found}, key, saver).get(key)
+        return _values_of_first_rank({} if found is None else {key: found}, key, saver).get(key)
 
     return value
 
 
-def _of_first(values: dict[str, Any], decides: str | None, saver: Any) -> dict[str, Any]:
-    """The first rank's logged values, on this rank's devices. Collective.
+def _values_of_first_rank(
+    values: dict[str, Any], monitored: str | None, saver: CheckpointManager
+) -> dict[str, Any]:
+    """Return the first rank's logged values, on this rank's devices. Collective.
 
     Args:
         values: this rank's.
-        decides: the name of the one that is monitored; where ranks differ in it that is said once.
-        saver: warns.
+        monitored: name of the monitored value; if ranks differ in it, a warning says so once.
+        saver: source of the warning.
     """
-    every = World().gather({k: x.cpu() if _is(x) else x for k, x in values.items()})
+    every = World().gather({k: x.cpu() if _is_tensor(x) else x for k, x in values.items()})
     first = every[0]
     for rank, other in enumerate(every):
-        said = [_shown(found.get(decides)) for found in (first, other)] if decides else []
-        if len(set(said)) > 1:
-            saver.say_once(
-                f"ranks have other values of {decides!r}, which is monitored: {said[0]} on rank 0, {said[1]} "
-                f"on rank {rank}. That of rank 0 decides on all of them. "
-                + (_LACKS if "none" in said else _MEAN),
-                about=f"monitored {decides}",
+        texts = [_value_text(found.get(monitored)) for found in (first, other)] if monitored else []
+        if len(set(texts)) > 1:
+            saver.warn_once(
+                f"ranks have other values of {monitored!r}, which is monitored: {texts[0]} on rank 0, "
+                f"{texts[1]} on rank {rank}. That of rank 0 decides on all of them. "
+                + (_LOG_ON_ALL if "none" in texts else _LOG_MEAN),
+                about=f"monitored {monitored}",
             )
             break
-    devices = {name: x.device for name, x in values.items() if _is(x)}
+    devices = {name: x.device for name, x in values.items() if _is_tensor(x)}
     return {
-        name: x.to(devices[name]) if _is(x) and name in devices else x for name, x in first.items()
+        name: x.to(devices[name]) if _is_tensor(x) and name in devices else x
+        for name, x in first.items()
     }
 
 
-_MEAN = "Log it with sync_dist=True to have the mean of all decide."
-_LACKS = "To have the mean of all decide, log it on all of them, with sync_dist=True."
+_LOG_MEAN = "Log it with sync_dist=True to have the mean of all decide."
+_LOG_ON_ALL = "To have the mean of all decide, log it on all of them, with sync_dist=True."
 
 
-def _is(x: object) -> TypeGuard[torch.Tensor]:
+def _is_tensor(x: object) -> TypeGuard[torch.Tensor]:
     return isinstance(x, torch.Tensor)
 
 
-def _shown(x: object) -> str:
-    return "none" if x is None else f"{float(x):g}" if _is(x) and x.numel() == 1 else repr(x)
+def _value_text(x: object) -> str:
+    return "none" if x is None else f"{float(x):g}" if _is_tensor(x) and x.numel() == 1 else repr(x)
 
 
-def _linking(saver: Any) -> Any:
+def _link_by(saver: CheckpointManager) -> Callable[[Trainer, str, str], None]:
     def link(trainer: Trainer, filepath: str, linkpath: str) -> None:
         saver.link(filepath, linkpath)
 
     return link
 
 
-def _not_alone(trainer: Trainer, module: LightningModule, error: BaseException) -> None:
-    rank_zero_info(f"no checkpoint is saved on {type(error).__name__}: {ALONE}")
+def _report_no_save(trainer: Trainer, module: LightningModule, error: BaseException) -> None:
+    rank_zero_info(f"no checkpoint is saved on {type(error).__name__}: {CANNOT_SAVE_ALONE}")

@@ -1,4 +1,4 @@
-"""When a Trainer's batch is checked, and how its step is run."""
+"""Parity checks of the Trainer's and of Fabric's strategy: when they run, and on which batch and step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric import wrappers
@@ -17,84 +17,86 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
-from lightning_cp.comm.consensus import gather_lists
+from lightning_cp.comm.consensus import gather_objects
 from lightning_cp.config import StrategyConfig
 from lightning_cp.engines.base import Engine
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout.axes import Flat
 from lightning_cp.loss.counts import ASK
-from lightning_cp.parity.check import NotRepeatable, ParityCheck
-from lightning_cp.parity.runner import CannotRun, Runner, Step, dtypes_of
 from lightning_cp.runtime.runtime import ContextParallelRuntime
 
+if TYPE_CHECKING:
+    from lightning_cp.parity.runner import Step
+
 _log = logging.getLogger("lightning_cp")
-_UNKNOWN, _SHARED = "a loss is of no known kind", "ranks that share a sample share values"
-"""Why a micro-batch may need a look: in the order of the alphabet, which ``_look`` takes."""
-_AGAIN = 2
-"""Steps after the first check, before the next one: a step's own state has begun by then, or a phase."""
-_WAY_ON = "To train all the same: parity_check='off'."
+_UNKNOWN_LOSS, _SHARED_VALUES = (
+    "a loss is of no known kind",
+    "ranks that share a sample share values",
+)
+"""Reasons to check a micro-batch by its loss; ``_check_window`` sorts them by the alphabet."""
+_STEPS_TO_RECHECK = 2
+"""Optimizer steps from the first check to the second: state of the step, or a phase, has begun by then."""
+_HOW_TO_SKIP = "To train all the same: parity_check='off'."
 
 
 @dataclass
 class _CheckedBatch:
-    """A whole batch, as it would be sharded, and its step."""
+    """A whole batch before it is sharded, and its step."""
 
     module: Any
     batch: Any
     sharded_by: str
-    """Class of the user's that shards batches its own way, or ""."""
+    """The user's class that overrides ``shard_batch``, or ""."""
     number: int
     """The ``batch_idx`` of its step."""
 
 
 class TrainerParity:
-    """Looks at whole batches before they are sharded; checks the first one and one of the third step, or one
-    in every n steps."""
+    """The Trainer's parity checks: of the first and the third step, or of one in every n steps."""
 
     def __init__(self, runtime: ContextParallelRuntime, engine: Engine) -> None:
         self._runtime = runtime
         self._engine = engine
-        self._checked: int | None = None
-        """The optimizer step that was checked last."""
-        self._again: int | None = None
-        """The one that is checked once more."""
-        self.healthy: str | None = None
-        """What the last check said."""
-        self.left_out: str | None = None
-        """Why it could not be made."""
-        self._unsaid: str | None = None
-        """The same, until the batch has been sharded: what refuses it says more."""
+        self._checked_step: int | None = None
+        """The optimizer step of the last check."""
+        self._recheck_step: int | None = None
+        """The optimizer step of the second check."""
+        self.report: str | None = None
+        """The line of the last check that passed."""
+        self.skip_reason: str | None = None
+        """The reason why there was no check."""
+        self._pending_reason: str | None = None
+        """The same until the batch is sharded: an error of sharding says more."""
         self._current: _CheckedBatch | None = None
-        """The last one, until its loss is known; ``None`` where no loss needs a look."""
-        self._kept: dict[int, _CheckedBatch] = {}
-        """Of the window: those whose loss may need a look before the optimizer's step, by number."""
-        self._wanted: dict[str, int] = {}
-        """The first one of the window for each reason of a look."""
+        """The last batch, until its loss is known; ``None`` where no loss needs a check."""
+        self._candidates: dict[int, _CheckedBatch] = {}
+        """Batches of the window, by number, whose loss may need a check before the optimizer's step."""
+        self._first_by_reason: dict[str, int] = {}
+        """Number of the window's first batch for each reason to check."""
         if runtime.settings.parity_check == "off":
-            self._ask(
+            self._set_question(
                 "leave parity_check='off' away, so that the step is compared with one process"
             )
 
     def before_batch(self, module: Any, batch: Any, sharded_by: str) -> None:
-        """All ranks come here with a batch that is about to be trained on.
+        """Check a training batch before it is sharded, if it is time to. Collective.
 
         Args:
             module: the user's.
             batch: whole.
-            sharded_by: class of the user's that shards batches its own way, or "".
+            sharded_by: the user's class that overrides ``shard_batch``, or "".
 
         Raises:
             ParityError: on every rank, where the model does not compute what it computes in one process.
         """
-        self._unsaid = None
-        number = (
-            int(module.trainer.fit_loop.epoch_loop.batch_idx) + 1
-        )  # the loop counts it afterwards
+        self._pending_reason = None
+        # The loop counts the batch later.
+        number = int(module.trainer.fit_loop.epoch_loop.batch_idx) + 1
         micro_batch = _CheckedBatch(module, batch, sharded_by, number)
         if self._is_due(module.trainer):
             self._check(micro_batch)
             if self._runtime.settings.parity_steps is None:
-                self._again = module.trainer.global_step + _AGAIN
+                self._recheck_step = module.trainer.global_step + _STEPS_TO_RECHECK
         elif self._is_due_again(module.trainer):
             self._check_again(micro_batch)
         if not self._runtime.losses.counts.are_asked:  # a window begins
@@ -102,97 +104,101 @@ class TrainerParity:
         self._current = micro_batch if self._runtime.losses.question is None else None
 
     def after_loss(self, loss: torch.Tensor) -> None:
-        """A loss is about to go backward: its batch is kept for ``before_step``, if that may need it."""
+        """Keep the batch of a loss for ``before_step``, if that may need it; called before its backward."""
         micro_batch, self._current = self._current, None
         if micro_batch is None:
             return
         counts = self._runtime.losses.counts
-        reasons = {_UNKNOWN: counts.asks, _SHARED: counts.shares}
-        found = [reason for reason, asks in reasons.items() if asks and reason not in self._wanted]
-        self._wanted.update(dict.fromkeys(found, micro_batch.number))
-        if (
-            found or self._runtime.step.own_loss(loss) is None
-        ):  # without targets: as other ranks have it
-            self._kept[micro_batch.number] = micro_batch
+        reasons = {_UNKNOWN_LOSS: counts.asks, _SHARED_VALUES: counts.shares}
+        found = {reason for reason, asks in reasons.items() if asks} - self._first_by_reason.keys()
+        self._first_by_reason.update(dict.fromkeys(found, micro_batch.number))
+        # A rank without targets takes part where others check.
+        if found or self._runtime.step.own_loss(loss) is None:
+            self._candidates[micro_batch.number] = micro_batch
 
     def before_step(self, why: str) -> None:
-        """All ranks come here, before they step along a loss that is the run's first of no known kind.
+        """Check the run's first loss of no known kind, before the optimizer's step. Collective.
 
         Args:
-            why: it is of none, for an error.
+            why: start of an error: the reason why its kind is not known.
 
         Raises:
-            ParityError: on every rank, where the loss is not what it is in one process.
-            ConfigError: it cannot be compared.
+            ParityError: on every rank, where the loss differs from one process's.
+            ConfigError: the loss cannot be compared.
         """
         if self._runtime.losses.question is None:
-            self._look()
+            self._check_window()
         self.forget()
         if self._runtime.losses.question is not None:
             raise ConfigError(why + self._runtime.losses.question)
 
-    def _look(self) -> None:
-        """Check the first micro-batch of the window whose loss needs it. Collective."""
+    def _check_window(self) -> None:
+        """Check the first micro-batch of the window whose loss needs a check. Collective."""
         group = self._runtime.mesh.control_group(Flat.LOSS)
-        kept = set.intersection(*map(set, gather_lists(list(self._kept), group)))
-        every = gather_lists(list(self._wanted.items()), group)
-        wanted = sorted((reason, at) for each in every for reason, at in each if at in kept)
-        if not wanted:
-            self._leave_out("ranks have losses of other kinds than each other in a batch")
+        common = set.intersection(*map(set, gather_objects(list(self._candidates), group)))
+        every = gather_objects(list(self._first_by_reason.items()), group)
+        due = sorted((reason, at) for each in every for reason, at in each if at in common)
+        if not due:
+            self._skip("ranks have losses of other kinds than each other in a batch")
             return
         before = set(self._runtime.losses.exact_zeros), self._runtime.losses.follows_factors
         with self._runtime.between_steps(), torch.enable_grad():
-            self._check(self._kept[wanted[0][1]])
+            self._check(self._candidates[due[0][1]])
         found = self._runtime.losses.exact_zeros, self._runtime.losses.follows_factors
         if found == before and self._runtime.losses.question is None:
-            self._leave_out("run again for it, the step had a loss of a known kind, or declared it")
+            self._skip("run again for it, the step had a loss of a known kind, or declared it")
 
     def _check(self, micro_batch: _CheckedBatch) -> None:
+        from lightning_cp.parity.runner import CannotRun
+
         module = micro_batch.module
-        self._checked, self._again = module.trainer.global_step, None
+        self._checked_step, self._recheck_step = module.trainer.global_step, None
         if not module.automatic_optimization:
-            self._leave_out(
-                "with manual optimization a step changes the model, and cannot be run twice"
-            )
+            self._skip("with manual optimization a step changes the model, and cannot be run twice")
             return
         if micro_batch.sharded_by:
-            self._leave_out(f"{micro_batch.sharded_by} overrides shard_batch")
+            self._skip(f"{micro_batch.sharded_by} overrides shard_batch")
             return
         try:
-            self.healthy = self._compare(micro_batch)
+            self.report = self._compare(micro_batch)
         except CannotRun as why:
-            self._leave_out(str(why))
+            self._skip(str(why))
             return
         self._runtime.losses.question = None
-        rank_zero_info(self.healthy)
+        rank_zero_info(self.report)
 
     def _check_again(self, micro_batch: _CheckedBatch) -> None:
-        """Say nothing but an error; where it cannot be made, the first one holds."""
-        self._again = None
-        with suppress(CannotRun):
-            self._compare(micro_batch, says=False)
+        """Check once more, and print nothing; a check that cannot run leaves the first one valid."""
+        from lightning_cp.parity.runner import CannotRun
 
-    def _compare(self, micro_batch: _CheckedBatch, *, says: bool = True) -> str:
-        """The line about a model that is well."""
+        self._recheck_step = None
+        with suppress(CannotRun):
+            self._compare(micro_batch, prints=False)
+
+    def _compare(self, micro_batch: _CheckedBatch, *, prints: bool = True) -> str:
+        """Return the line about a model that passes."""
+        from lightning_cp.parity.check import ParityCheck
+        from lightning_cp.parity.runner import Runner, dtypes_of
+
         module = micro_batch.module
         plugin = module.trainer.precision_plugin
         dtypes = dtypes_of(str(plugin.precision), self._runtime.settings)
-        step, wide = _step_of(micro_batch, plugin.train_step_context), None
+        step, wide = _make_step(micro_batch, plugin.train_step_context), None
         if dtypes and self._runtime.settings.mixed_precision is None:
-            wide = _step_of(micro_batch, nullcontext)
+            wide = _make_step(micro_batch, nullcontext)
         runner = Runner(self._runtime, self._engine, module, step, dtypes, wide)
-        with _unwatched(module.trainer):
-            check = ParityCheck(runner, self._runtime.settings.parity_tokens, _WAY_ON, says)
+        with _without_loggers(module.trainer):
+            check = ParityCheck(runner, self._runtime.settings.parity_tokens, _HOW_TO_SKIP, prints)
             return check.run(micro_batch.batch)
 
     def forget(self) -> None:
-        """A window is over: nothing of its batches is kept."""
+        """Forget the batches of a window, which is over."""
         self._current = None
-        self._kept, self._wanted = {}, {}
+        self._candidates, self._first_by_reason = {}, {}
 
     def after_batch(self) -> None:
-        """All ranks come here once the batch was sharded: why it was not checked is said now."""
-        why, self._unsaid = self._unsaid, None
+        """Warn that there was no check, now that the batch is sharded."""
+        why, self._pending_reason = self._pending_reason, None
         if why is not None and self._is_first_rank:
             _log.warning("parity_check was left out because %s", why)
 
@@ -201,32 +207,32 @@ class TrainerParity:
         if settings.parity_check == "off":
             return False
         if self._runtime.mesh.sample_size == 1:
-            self.left_out = "no sample is shared between ranks"  # and nothing need be said
+            self.skip_reason = "no sample is shared between ranks"
             return False
         if self._is_within_window:
             return False
         every = settings.parity_steps
-        if every is None or self._checked is None:
-            return self._checked is None
-        return trainer.global_step != self._checked and trainer.global_step % every == 0
+        if every is None or self._checked_step is None:
+            return self._checked_step is None
+        return trainer.global_step != self._checked_step and trainer.global_step % every == 0
 
     def _is_due_again(self, trainer: Any) -> bool:
-        """True in the third step of a run whose first one was checked, and no later one since."""
-        due = self._again is not None and self.healthy is not None
-        return due and trainer.global_step >= self._again and not self._is_within_window
+        """True in the third step of a run that was checked in its first step, and not since."""
+        due = self._recheck_step is not None and self.report is not None
+        return due and trainer.global_step >= self._recheck_step and not self._is_within_window
 
     @property
     def _is_within_window(self) -> bool:
-        """Gradients of a window that began before are left alone: the next one is as good."""
-        return any(True for _ in self._engine.unreduced())
+        """True if there are gradients of a window that has begun: the check waits for the next window."""
+        return any(True for _ in self._engine.unreduced_gradients())
 
-    def _leave_out(self, why: str) -> None:
-        self.left_out = self._unsaid = why
-        self._ask(
+    def _skip(self, why: str) -> None:
+        self.skip_reason = self._pending_reason = why
+        self._set_question(
             f"let the parity check compare the step with one process (it was left out: {why})"
         )
 
-    def _ask(self, check: str) -> None:
+    def _set_question(self, check: str) -> None:
         names = {"count": "self.count_targets", "unshard": "self.unshard"}
         self._runtime.losses.question = ASK.format(**names, check=check)
 
@@ -237,8 +243,8 @@ class TrainerParity:
 
 
 @contextmanager
-def _unwatched(trainer: Any) -> Iterator[None]:
-    """A step that writes to its loggers or profiler by itself writes to others, as in Lightning's tuner."""
+def _without_loggers(trainer: Any) -> Iterator[None]:
+    """A block in which a step writes to loggers and a profiler without effect, as in Lightning's tuner."""
     loggers, profiler = trainer.loggers, trainer.profiler
     trainer.loggers = [DummyLogger() for _ in loggers]
     trainer.profiler = PassThroughProfiler()
@@ -248,10 +254,10 @@ def _unwatched(trainer: Any) -> Iterator[None]:
         trainer.loggers, trainer.profiler = loggers, profiler
 
 
-def _step_of(
+def _make_step(
     micro_batch: _CheckedBatch, context: Callable[[], AbstractContextManager[Any]]
 ) -> Step:
-    """The user's ``training_step``, called as the Trainer calls it, with autocast or without."""
+    """Return the user's ``training_step``, called as the Trainer calls it, within ``context``."""
     module, number = micro_batch.module, micro_batch.number
     takes_number = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
@@ -264,12 +270,9 @@ def _step_of(
     return step
 
 
-# The check of a step in a loop of Fabric, which calls it by hand.
-
-
 @dataclass
 class FabricParity:
-    """Of the models that were set up."""
+    """The parity check that a loop of Fabric calls: of a step of the models that were set up."""
 
     runtime: ContextParallelRuntime
     engine: Engine
@@ -285,21 +288,24 @@ class FabricParity:
             )
         if self.runtime.mesh.sample_size == 1:
             self.runtime.losses.note_exact()
-            return self._told(
-                "parity: no sample is shared between ranks, so there is nothing to compare"
-            )
-        if any(True for _ in self.engine.unreduced()):
+            line = "parity: no sample is shared between ranks, so there is nothing to compare"
+            rank_zero_info(line)
+            return line
+        if any(True for _ in self.engine.unreduced_gradients()):
             raise ConfigError(
                 "check_parity within a window of accumulation: gradients of its first batches are not "
                 "reduced yet. Call it before a window."
             )
+        from lightning_cp.parity.check import NotRepeatable, ParityCheck
+        from lightning_cp.parity.runner import CannotRun, Runner, dtypes_of
+
         dtypes = dtypes_of(str(self.precision.precision), self.runtime.settings)
         runner = Runner(
             *(self.runtime, self.engine, self.models, step, dtypes),
-            backward=partial(_as_fabric_does, backward),
+            backward=partial(_backward_in_fabric, backward),
         )
         try:
-            line = self._told(ParityCheck(runner, self.runtime.settings.parity_tokens).run(batch))
+            line = ParityCheck(runner, self.runtime.settings.parity_tokens).run(batch)
         except NotRepeatable as why:
             raise ConfigError(f"check_parity cannot compare this step: {why}.") from None
         except CannotRun as why:
@@ -307,25 +313,22 @@ class FabricParity:
                 f"check_parity cannot compare this step: {why}. "
                 "Pass the whole batch, and a step that returns its loss and calls no backward."
             ) from None
-        self.runtime.losses.question = asked_in_fabric(
+        self.runtime.losses.question = fabric_question(
             " (the loss that it has seen is another one)"
         )
-        return line
-
-    def _told(self, line: str) -> str:
         rank_zero_info(line)
         return line
 
 
-def asked_in_fabric(seen: str = "") -> str:
-    """What to say of a loss of no known kind; ``seen``: what a check has seen until now."""
+def fabric_question(seen: str = "") -> str:
+    """Return Fabric's message about a loss of no known kind; ``seen``: the result of an earlier check."""
     check = f"compare the step with one process by fabric.strategy.check_parity(batch, step){seen}"
     names = {"count": "fabric.strategy.count_targets", "unshard": "fabric.strategy.unshard"}
     return ASK.format(**names, check=check)
 
 
-def _as_fabric_does(backward: Callable[[torch.Tensor], Any], loss: torch.Tensor) -> None:
-    """Its modules refuse a backward that did not come through ``fabric.backward``."""
+def _backward_in_fabric(backward: Callable[[torch.Tensor], Any], loss: torch.Tensor) -> None:
+    """Call ``backward`` as ``fabric.backward`` does: Fabric's modules refuse any other call."""
     assert hasattr(wrappers, "_in_fabric_backward")  # Lightning's own, and private
     wrappers._in_fabric_backward = True
     try:

@@ -1,6 +1,6 @@
 """UlyssesRingStrategy of the Trainer: every override of Lightning's DDPStrategy, in the order of a run.
 
-Where several components act in one hook, their order is ``HOOK_ORDER``.
+``HOOK_ORDER`` is the order of components that act in the same hook.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,42 +22,41 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_cp.callback import ContextParallelCallback, callback_among
-from lightning_cp.checkpoint.checkpoint_io import open_anywhere, writer_for
-from lightning_cp.checkpoint.manager import checked_io
-from lightning_cp.checkpoint.pretrained.meta_init import is_on_meta, is_sharded
-from lightning_cp.consistency.model import require_same_model, require_same_optimizers
+from lightning_cp.callback import ContextParallelCallback, place_callback
+from lightning_cp.consistency.model import check_same_model, check_same_optimizers
 from lightning_cp.errors import ConfigError, UndeclaredError
-from lightning_cp.launch.preemption import listen, listen_no_more
+from lightning_cp.launch.preemption import remove_stop_callback, replace_signal_handlers
 from lightning_cp.launch.rendezvous import connect
-from lightning_cp.launch.worker_results import reporting
+from lightning_cp.launch.worker_results import reporting_launcher
 from lightning_cp.layout.axes import Flat
-from lightning_cp.loaders.rng import going_on
-from lightning_cp.loaders.synchronized import unshared
+from lightning_cp.loaders.rng import keep_random_state
+from lightning_cp.loaders.synchronized import unwrap_loader
 from lightning_cp.logging.module_logger import RunLog
 from lightning_cp.mixin import options_of
 from lightning_cp.randomness.token_draws import without_token_draws
 from lightning_cp.resume.trainer import TrainerResume
-from lightning_cp.runtime.model_binding import adopted
 from lightning_cp.strategies.base import ContextParallelStrategy, in_floating_point
 from lightning_cp.strategies.lightning_patches import (
     STEPS,
-    after_toggling,
-    before_autograd,
-    before_clipping,
-    before_hooks_of_backward,
-    before_hooks_of_batch,
-    clip_by,
-    leave_samplers_alone,
+    call_after_toggling,
+    call_before_autograd,
+    call_before_batch_hooks,
+    call_before_clipping,
+    check_no_averages,
+    check_no_dataloader_iter,
+    clip_with_engine,
+    keep_samplers,
     place_profiles,
     prevent_saves,
-    refuse_averages,
-    refuse_dataloader_iter,
+    scale_before_backward_hooks,
 )
 from lightning_cp.strategies.parity_checks import TrainerParity
-from lightning_cp.strategies.trainer_checkpoints import TrainerCheckpoints
-from lightning_cp.strategies.undeclared import asking_at_once, of_trainer
+from lightning_cp.strategies.undeclared import collect_undeclared_of_trainer, complete_errors
+from lightning_cp.utils.dtensor import is_on_meta, is_sharded
 from lightning_cp.watchdog.phase import Phase, Position
+
+if TYPE_CHECKING:
+    from lightning_cp.strategies.trainer_checkpoints import TrainerCheckpoints
 
 HOOK_ORDER = ("watch", "resume", "checkpoints", "lightning")
 """Order of the components within a hook, on the way in; on the way out it is reversed."""
@@ -69,26 +69,32 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
 
     @override
     def _make_own_components(self) -> None:
-        self.checkpoint_io = self._checkpoint_io
-        self._checkpoints = TrainerCheckpoints(self._manager, self.engine, self.runtime)
+        if self._checkpoint_io is not None:
+            self.checkpoint_io = self._checkpoint_io  # checked
         self._resume = TrainerResume()
         self._log = RunLog(self.runtime)
         self.parity = TrainerParity(self.runtime, self.engine)
         self._callback = ContextParallelCallback()
         self._callback_is_given = False
-        """The callback is the user's, and stays with the Trainer."""
+        """True if the callback is the user's, which stays with the Trainer."""
         self._announced: weakref.ref[LightningModule] | None = None
+
+    @cached_property
+    def _checkpoints(self) -> TrainerCheckpoints:
+        from lightning_cp.strategies.trainer_checkpoints import TrainerCheckpoints
+
+        return TrainerCheckpoints(self._manager, self.engine, self.runtime)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_model": self._lightning_module}  # not as it is wrapped
+        return {**super().__getstate__(), "_model": self._lightning_module}  # without its wrapper
 
     # -- processes -----------------------------------------------------------------------------------
 
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        self._launcher = reporting(self._launcher)
+        self._launcher = reporting_launcher(self._launcher)
 
     @override
     def set_world_ranks(self) -> None:
@@ -97,24 +103,24 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         self._hide_library_warnings()
 
     def tell_rank(self) -> None:
-        """Tell Lightning the rank of a worker, before it prints anything as the first one."""
+        """Set the rank of a worker in Lightning, before it prints as the first rank."""
         self.set_world_ranks()
 
     @override
     def setup_environment(self) -> None:
-        """Connect the processes and, if its sizes are known, make the mesh."""
+        """Connect the processes, and make the mesh if its sizes are known."""
         module = self.lightning_module
-        trainer = None if module is None else module._trainer  # None: processes alone are connected
+        trainer = None if module is None else module._trainer  # None: only processes are connected
         if trainer is not None:
             self._attach_callback(trainer)
         self._check_launcher()
-        with going_on():
+        with keep_random_state():
             super().setup_environment()
         self._check_world()
         self._begin_watch(self.precision_plugin, trainer)
         self._build_mesh()
         if self.data_parallel_size == 1 and trainer is not None:
-            leave_samplers_alone(trainer)
+            keep_samplers(trainer)
 
     @override
     def setup_distributed(self) -> None:
@@ -126,7 +132,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """With ``empty_init`` models are built without memory, for engines that fill each rank's part."""
+        """Build models without memory with ``empty_init``, for engines that fill each rank's part."""
         if not (empty_init and self.engine.shards):
             with super().tensor_init_context(empty_init):
                 yield
@@ -136,23 +142,24 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        """Swap attention, fix how batches are read and what is logged, and wrap the model."""
+        """Swap attention, set the rules for batches and logs, and wrap the model."""
         module, fitting = self._module, trainer.state.fn == TrainerFn.FITTING
-        require_same_model(module)
+        check_same_model(module)
         swapped = self._bind(trainer, module)
         if self.runtime.enabled:
-            refuse_dataloader_iter(module)
-        if fitting:
-            if self.engine.shards:
-                refuse_averages(trainer, self.engine.name)
-            if self.runtime.enabled:
+            check_no_dataloader_iter(module)
+            if fitting:
                 self.runtime.binding.check_trains()
+        if fitting and self.engine.shards:
+            check_no_averages(trainer, self.engine.name)
         self.parity = TrainerParity(self.runtime, self.engine)
         self._guard.look = self.parity.before_step
         place_profiles(trainer, self._settings, self.runtime.records.recorder)
-        self._announce(module, swapped)
+        if swapped and (self._announced is None or self._announced() is not module):  # once a model
+            rank_zero_info(f"context parallel attention in: {', '.join(swapped)}")
+            self._announced = weakref.ref(module)
         self._patch_precision_plugin()
-        listen(trainer, self._guard)
+        replace_signal_handlers(trainer, self._guard)
         self._guard.yield_to(trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
         metrics = options_of(module).get("replicated_metrics", ())
         self._log.begin(trainer, module, metrics)
@@ -164,19 +171,19 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
             super().setup(trainer)
         if fitting:
             self.runtime.attach_clips(self.optimizers)
-            self._log.begin(trainer, module, metrics)  # where only the clips need it
+            self._log.begin(trainer, module, metrics)  # for runs that only the clips enable
 
     def _bind(self, trainer: Trainer, module: LightningModule) -> list[str]:
-        """Make the mesh, if it had to wait for the model, and bind the model; return lines about it."""
+        """Make the mesh, if it waits for the model, and bind the model; return lines about that."""
         options, needs_labels = options_of(module), trainer.state.fn != TrainerFn.PREDICTING
         try:
             self._build_mesh(module, options.get("num_heads"))
             return self.runtime.attach(module, options, needs_labels=needs_labels)
         except UndeclaredError as error:
-            raise of_trainer(error, trainer, options, self._settings) from None
+            raise collect_undeclared_of_trainer(error, trainer, options, self._settings) from None
 
     def _setup_sharded(self, trainer: Trainer) -> None:
-        """As DDPStrategy does it, but the engine places the model, which is sharded at every stage."""
+        """Set up as DDPStrategy does, but let the engine place the model, which is sharded at every stage."""
         fitting = trainer.state.fn == TrainerFn.FITTING
         assert self.accelerator is not None
         assert self.model is not None
@@ -188,7 +195,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         if fitting:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
-                adopted(optimizer, self.engine.adopt)
+                self._remap_optimizer(optimizer)
         self.setup_precision_plugin()
 
     @override
@@ -197,24 +204,24 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
 
     @override
     def _register_ddp_hooks(self) -> None:
-        """Do nothing: the engine registered the hook, on every device, when it wrapped the model."""
+        """Do nothing: the engine registers the hook, on every device, when it wraps the model."""
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-        require_same_optimizers(self.optimizers, self._module, schedulers)
+        check_same_optimizers(self.optimizers, self._module, schedulers)
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Ranks that share a sample draw the same one."""
+        """Number and rank of samples: ranks that share a sample draw the same one."""
         return {"num_replicas": self.data_parallel_size, "rank": self.data_rank}
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """A loader that all ranks go through together, its workers seeded by the data rank."""
-        dataloader = unshared(dataloader)
+        """Return a loader that all ranks iterate together, with workers seeded by the data rank."""
+        dataloader = unwrap_loader(dataloader)
         # The Trainer has not set a seed yet.
         self._loaders.seed_workers(dataloader, self.data_rank, overwrite=False)
         dataloader = super().process_dataloader(dataloader)
@@ -232,11 +239,11 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        """This rank's part of a batch, after the user's own transforms."""
+        """Return this rank's part of a batch, after the user's transforms."""
         batch = super().batch_to_device(batch, device, dataloader_idx)
         module = self._module
         training = module.trainer.training
-        with asking_at_once(self._settings):
+        with complete_errors(self._settings):
             by_callback = self._callback.shards_batches
             if training:
                 name = type(self._callback).__name__ if by_callback else ""
@@ -249,7 +256,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's step on this rank's tokens; callbacks read one process's loss."""
+        """Run the user's step on this rank's tokens; callbacks read one process's loss."""
         runtime, module = self.runtime, self._module
         self._rewrap_if_requires_grad_changed()
         runtime.begin_step()  # ends in on_train_batch_end: backward may recompute
@@ -277,7 +284,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         return self._module.automatic_optimization and self.runtime.enabled
 
     def _loss_of(self, output: Any) -> torch.Tensor | None:
-        """Return the loss that callbacks are going to read, out of the result of a step."""
+        """Return the loss in the result of a step, which callbacks will read."""
         loss = output.get("loss") if isinstance(output, Mapping) else output
         return loss if self.runtime.enabled and isinstance(loss, torch.Tensor) else None
 
@@ -285,19 +292,19 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         """Act before the hooks of a batch, between hooks and autograd, and before gradients are clipped."""
         patches, plugin = self._patches, self.precision_plugin
         patches.undo()
-        before_hooks_of_batch(patches, plugin, self._begin_batch)
-        before_hooks_of_backward(patches, plugin, self._scale_loss)
-        before_autograd(patches, plugin, self._before_autograd)
-        before_clipping(patches, plugin, self._finalize_gradients)
+        call_before_batch_hooks(patches, plugin, self._begin_batch)
+        scale_before_backward_hooks(patches, plugin, self._scale_loss)
+        call_before_autograd(patches, plugin, self._before_autograd)
+        call_before_clipping(patches, plugin, self._finalize_gradients)
         if self.engine.shards:
-            clip_by(patches, plugin, self.engine)
-            after_toggling(patches, self._module, self._rewrap_if_requires_grad_changed)
+            clip_with_engine(patches, plugin, self.engine)
+            call_after_toggling(patches, self._module, self._rewrap_if_requires_grad_changed)
 
     def _begin_batch(self) -> None:
         """Note that a loop has read a batch."""
         trainer = self._module.trainer
         if trainer.training:
-            self._resume.begins_batch(trainer, self.root_device)
+            self._resume.start_batch(trainer, self.root_device)
 
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
@@ -309,8 +316,8 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         """Return the loss to call backward on, weighted by this rank's share of the targets.
 
         Raises:
-            ConfigError: backward would come through attention on some ranks only, or it is not known what
-                the loss is a mean over.
+            ConfigError: backward would run through attention on some ranks only, or the targets of the loss
+                are unknown.
         """
         automatic = self._module.automatic_optimization
         scaled = self.runtime.step.scale_loss(loss, self.optimizers, automatic=automatic)
@@ -320,17 +327,17 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
     def _before_autograd(self, loss: torch.Tensor) -> None:
         assert self.model is not None
         if self._rewrap_if_requires_grad_changed():  # in the step, or by a hook
-            self.engine.rejoin(self.model, loss)
+            self.engine.prepare_backward_after_rewrap(self.model, loss)
         elif self.engine.shards:
-            self.engine.expect(loss)
+            self.engine.prepare_backward(loss)
 
     def _rewrap_if_requires_grad_changed(self) -> bool:
-        """Wrap the model again if layers were frozen or unfrozen since; return True if they were."""
+        """Wrap the model again and return True if layers were frozen or unfrozen since the last wrap."""
         assert self.model is not None
         if self.engine.is_current(self._module):
             return False
         options = (self.mesh, self.root_device, self._ddp_options)
-        self.model = self.engine.follow(self.model, *options)
+        self.model = self.engine.rewrap(self.model, *options)
         return True
 
     @override
@@ -338,12 +345,12 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         """Check the gradients of backward.
 
         Raises:
-            ConfigError: no gradient came to parameters that are trained.
-            NonFiniteError: a rank without targets has a loss that cannot be made to add nothing.
+            ConfigError: trained parameters have no gradient.
+            NonFiniteError: the loss of a rank without targets is not finite, also scaled by 0.
             RankFailure: that happened on another rank.
         """
         assert self.model is not None
-        self.engine.require_averaged()
+        self.engine.finish_backward()
         self.runtime.step.after_backward(self.model.parameters())
         super().post_backward(closure_loss)
 
@@ -354,9 +361,9 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         return self.engine.accumulating(self.model)
 
     def _finalize_gradients(self, optimizer: Optimizer) -> None:
-        """Give gradients their final size, and let ranks compare them, once after a backward."""
+        """Complete the gradients of a window, and check that they are finite on all ranks."""
         module = self._module
-        # Lightning divides each loss by the same number, also where an epoch ends within a window.
+        # Lightning divides each loss by the same number, also in a shorter window at an epoch's end.
         divided = module.trainer.accumulate_grad_batches if module.automatic_optimization else None
         self.runtime.end_window(optimizer, divided)
         number = module.trainer.global_step + 1
@@ -370,16 +377,15 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Step along gradients of their final size; see ``token_weighting``.
+        """Step with complete gradients; see ``token_weighting``.
 
         Raises:
-            NonFiniteError: on every rank, if some loss or gradient is not finite; nothing has changed.
+            NonFiniteError: on every rank, if a loss or gradient is not finite; nothing has changed.
         """
         in_optimizer = ExitStack()  # an optimizer draws for parameters, not for tokens
 
-        def closure_then_finalize() -> (
-            Any
-        ):  # hooks and clipping, which read gradients, come after it
+        # Hooks and clipping, which read gradients, come after it.
+        def closure_then_finalize() -> Any:
             in_optimizer.close()
             if not self._goes_backward or isinstance(optimizer, LBFGS):
                 result = self.runtime.closure_value(closure, optimizer)
@@ -394,7 +400,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
             stepped = super().optimizer_step(optimizer, closure_then_finalize, model, **kwargs)
             self._resume.steps()
             self._position.end_step()
-        self.engine.after_step()
+        self.engine.after_optimizer_step()
         self.runtime.records.recorder.end()
         return stepped
 
@@ -403,7 +409,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         if isinstance(group, Flat):
             group = self.mesh.group(group)
         if group is not None and group.size() == 1:
-            return tensor  # what is logged without data parallelism
+            return tensor  # logged values without data parallelism
         group = self._group_of_sum(group, reduce_op)
         return super().reduce(in_floating_point(tensor, reduce_op), group, reduce_op)
 
@@ -443,12 +449,16 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
     @property
     @override
     def checkpoint_io(self) -> Any:
-        """A user's plugin, which has full checkpoints; else what Lightning moves weights with."""
+        """The user's plugin, for full checkpoints; else ours."""
+        if self._checkpoint_io is None:
+            self.checkpoint_io = None  # ours
         return self._checkpoint_io
 
     @checkpoint_io.setter
     @override
     def checkpoint_io(self, io: Any) -> None:
+        from lightning_cp.checkpoint.manager import checked_io
+
         self._checkpoint_io = checked_io(io, self._settings.checkpoint)
 
     @property
@@ -460,21 +470,23 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Save the Trainer's state; called on every rank, or where there are none: before and after a run.
+        """Save the Trainer's state; called on every rank, or without ranks before and after a run.
 
         Raises:
-            CheckpointError: on every rank: it cannot be written; or this rank leaves with an error, and the
-                others are not going to take part.
+            CheckpointError: on every rank: it cannot be written; or this rank ends with an error, so that the
+                others will not take part.
         """
         module, meshes = self._module, self.runtime.meshes
         with self._position.during(Phase.SAVE):
-            checkpoint = {**checkpoint}  # the one that hooks saw is theirs
+            checkpoint = {**checkpoint}  # hooks have seen the other dictionary
             if module._trainer is not None and meshes.sizes:
-                self._resume.add_to(checkpoint, module._trainer, meshes, self.root_device)
+                self._resume.add_to_checkpoint(
+                    checkpoint, module._trainer, meshes, self.root_device
+                )
             if not dist.is_initialized() and not self.is_global_zero:
                 return  # ranks do not know each other yet, and would all write the file
-            elsewhere = writer_for(self._checkpoint_io, filepath, storage_options)
-            self._checkpoints.save(checkpoint, filepath, module, self.optimizers, elsewhere)
+            place = (filepath, self._checkpoint_io, storage_options)
+            self._checkpoints.save(checkpoint, module, self.optimizers, *place)
 
     @override
     def load_checkpoint(
@@ -484,17 +496,17 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
 
         Args:
             checkpoint_path: the checkpoint.
-            weights_only: ``False`` makes objects of a file that you trust, which runs code of it.
+            weights_only: ``False`` loads any object, which runs code of the file: only for files you trust.
 
         Raises:
-            CheckpointError: on every rank: it is missing, damaged or no checkpoint.
+            CheckpointError: on every rank: it is missing, damaged or not a checkpoint.
         """
         module = self.lightning_module
         with self._position.during(Phase.LOAD):
-            opened = open_anywhere(self._checkpoint_io, checkpoint_path, weights_only)
-            checkpoint = self._checkpoints.read(opened, module, self.optimizers)
+            place = (checkpoint_path, self._checkpoint_io, weights_only)
+            checkpoint = self._checkpoints.read(module, self.optimizers, *place)
             if module is not None and module._trainer is not None:
-                self._resume.take_from(checkpoint, module._trainer)
+                self._resume.load_from(checkpoint, module._trainer)
             return checkpoint
 
     @override
@@ -519,30 +531,25 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._checkpoints.begin_training()
-        self._resume.begins_training(self._module.trainer, self.root_device)
+        self._resume.start_training(self._module.trainer, self.root_device)
 
     @override
     def on_validation_end(self) -> None:
         super().on_validation_end()
-        self._resume.ends_validation()
+        self._resume.end_validation()
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
         self._checkpoints.end_training()
 
-    def keep_from_saving(self, trainer: Trainer) -> None:
-        """Prevent saves after an error of some rank, as the other ranks would have to take part."""
-        if self.runtime.watch.failed:
-            self.save_no_more(trainer)
-
     def save_no_more(self, trainer: Trainer) -> None:
-        """Prevent saves by callbacks and by anybody else until the Trainer's teardown."""
+        """Prevent saves until the Trainer's teardown: after an error other ranks would not take part."""
         prevent_saves(self._patches, trainer)
 
     def detach_callbacks(self, trainer: Any) -> None:
-        """Give the Trainer the user's callbacks again, in a new list: the run has ended."""
-        listen_no_more(trainer)
+        """Restore the user's callbacks in the Trainer, in a new list, at the end of a run."""
+        remove_stop_callback(trainer)
         if not self._callback_is_given:
             trainer.callbacks = [each for each in trainer.callbacks if each is not self._callback]
 
@@ -554,14 +561,16 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         self._patches.undo()
         module = self.lightning_module
         trainer = None if module is None else module._trainer
-        if trainer is not None and trainer.interrupted:  # or else their own teardown follows
+        if trainer is not None and trainer.interrupted:  # else the teardown of callbacks follows
             self.detach_callbacks(trainer)
         whole = not self.engine.shards
         if module is not None and (is_on_meta(module) or (whole and is_sharded(module))):
-            # Nothing can be moved to the CPU.
+            # Lightning would move the module to the CPU, which is impossible.
             self._patches.replace(module, "cpu", lambda _: lambda: module)
+        self._log.release()
         self.runtime.end_watch()
-        self._checkpoints.teardown()
+        if "_checkpoints" in vars(self):
+            self._checkpoints.teardown()
         super().teardown()
         self._patches.undo()
         self._library_warnings.show()
@@ -570,7 +579,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
 
     @property
     def _module(self) -> LightningModule:
-        """The user's module, which a Trainer has given."""
+        """The user's module, set by the Trainer."""
         assert self.lightning_module is not None
         return self.lightning_module
 
@@ -578,17 +587,8 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
     def _position(self) -> Position:
         return self.runtime.watch.position
 
-    def _announce(self, module: LightningModule, swapped: list[str]) -> None:
-        """Print once for each model, not at every stage, where its attention was swapped."""
-        if swapped and (self._announced is None or self._announced() is not module):
-            rank_zero_info(f"context parallel attention in: {', '.join(swapped)}")
-            self._announced = weakref.ref(module)
-
     def _attach_callback(self, trainer: Any) -> None:
-        callbacks: list[Any] = trainer.callbacks
-        given = list(callbacks)
-        self._callback = callback_among(callbacks)
-        self._callback_is_given = self._callback in given
+        self._callback, self._callback_is_given = place_callback(trainer.callbacks)
         self._callback.connect(self.runtime, self._log)
 
 

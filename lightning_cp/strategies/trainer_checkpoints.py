@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-from lightning_cp.checkpoint.checkpoint_io import WriteFunction
+from lightning_cp.checkpoint.checkpoint_io import open_anywhere, writer_for
 from lightning_cp.checkpoint.manager import CheckpointManager, check_models_complete
 from lightning_cp.checkpoint.manifest import SaveInfo
 from lightning_cp.checkpoint.optimizers import fit_state, kinds_of, names_of
@@ -22,7 +22,7 @@ from lightning_cp.comm.consensus import World
 from lightning_cp.engines.base import Engine
 from lightning_cp.errors import CheckpointError
 from lightning_cp.runtime.runtime import ContextParallelRuntime
-from lightning_cp.strategies.lightning_patches import ALONE, adopt_callbacks
+from lightning_cp.strategies.lightning_patches import CANNOT_SAVE_ALONE, adopt_callbacks
 from lightning_cp.utils.patching import PatchSet
 
 _HYPERPARAMETERS = tuple(
@@ -31,7 +31,7 @@ _HYPERPARAMETERS = tuple(
     for name in (kind.CHECKPOINT_HYPER_PARAMS_KEY, kind.CHECKPOINT_HYPER_PARAMS_TYPE)
 )
 _MAY_DIFFER = ("callbacks",)
-"""Callbacks have seen other values: the first rank's are saved."""
+"""Parts whose values differ on data ranks; the first rank's are saved."""
 _DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
@@ -39,8 +39,8 @@ class TrainerCheckpoints:
     """Saves and loads of one run: ``ModelCheckpoint`` and ``ckpt_path`` end up here.
 
     Args:
-        manager: writes, links and removes checkpoints.
-        engine: tells whether parameters are sharded.
+        manager: writer of checkpoints and their links.
+        engine: owner of the parameters, sharded or not.
         runtime: of the run.
     """
 
@@ -50,23 +50,23 @@ class TrainerCheckpoints:
         self._manager, self._engine, self._runtime = manager, engine, runtime
         self._patches = PatchSet()
         self._in_training = False
-        """Saves may continue in the background."""
+        """True while saves may continue in the background."""
         self._weights_before: dict[str, Any] | None = None
-        """Weights before a load, on the CPU, until the optimizers' state is known to fit too."""
+        """Weights before a load, on the CPU, until the optimizers' state is found to fit, too."""
         self._names: dict[str, list[str]] = {}
         self._kinds: dict[str, list[str]] = {}
 
     @property
     def loads_after_setup(self) -> bool:
-        """True if a checkpoint is loaded into the set-up model: as shards, or over pretrained weights."""
+        """True if a checkpoint is loaded after the model's setup: into shards, or over pretrained weights."""
         return self._engine.shards or self._runtime.settings.pretrained is not None
 
     def adopt_callbacks(self, trainer: Trainer) -> None:
-        """Let callbacks save as several ranks can."""
+        """Patch callbacks, which save on several ranks."""
         adopt_callbacks(self._patches, trainer, self._manager)
 
     def begin_training(self) -> None:
-        """Let saves continue in the background from here on."""
+        """Allow saves to continue in the background."""
         self._in_training, self._weights_before = True, None
 
     def end_training(self) -> None:
@@ -87,28 +87,30 @@ class TrainerCheckpoints:
     def save(
         self,
         checkpoint: dict[str, Any],
-        path: str | Path,
         module: LightningModule,
         optimizers: Sequence[Optimizer],
-        elsewhere: WriteFunction | None,
+        path: str | Path,
+        io: Any,
+        storage_options: Any,
     ) -> None:
         """Save the Trainer's state; called on every rank.
 
         Args:
             checkpoint: the state.
-            path: of the checkpoint.
             module: the user's.
             optimizers: of the module.
-            elsewhere: writes to a store or by a plugin.
+            path: of the checkpoint.
+            io: a plugin that writes it, or ours.
+            storage_options: options of a store.
 
         Raises:
-            CheckpointError: on every rank: it cannot be written; or this rank leaves with an error, and the
-                others are not going to take part.
+            CheckpointError: on every rank: it cannot be written; or this rank ends with an error, so that the
+                others will not take part.
         """
         trainer = module._trainer
         interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
         if interrupted and World().size > 1:
-            raise CheckpointError(f"{Path(path).name} is not saved: {ALONE}")
+            raise CheckpointError(f"{Path(path).name} is not saved: {CANNOT_SAVE_ALONE}")
         check_models_complete([module])
         named = dict(module.named_parameters())
         names = [names_of(optimizer, named) for optimizer in optimizers]
@@ -121,19 +123,25 @@ class TrainerCheckpoints:
             {"parameters": names_by_optimizer(names), "kinds": names_by_optimizer(kinds)},
             may_lack=_HYPERPARAMETERS,
             may_differ=_MAY_DIFFER,
-            elsewhere=elsewhere,
+            elsewhere=writer_for(io, path, storage_options),
             wait=not self._in_training,
         )
 
     def read(
-        self, opened: Checkpoint, module: LightningModule | None, optimizers: Sequence[Optimizer]
+        self,
+        module: LightningModule | None,
+        optimizers: Sequence[Optimizer],
+        path: str | Path,
+        io: Any,
+        weights_only: bool | None,
     ) -> dict[str, Any]:
-        """Read a verified checkpoint, the optimizers' state only for a fit; called on every rank.
+        """Verify a checkpoint and read it, the optimizers' state only for a fit; called on every rank.
 
         Raises:
-            CheckpointError: on every rank: it was not saved by a Trainer, or is damaged.
+            CheckpointError: on every rank: it is missing, damaged, or was not saved by a Trainer.
         """
-        _check_trainers(opened)
+        opened = open_anywhere(io, path, weights_only)
+        _check_from_trainer(opened)
         if opened.manifest is None:
             rank_zero_info(
                 f"{opened.path.name} was written by another program: it has no manifest to be verified "
@@ -161,9 +169,9 @@ class TrainerCheckpoints:
         *,
         strict: bool,
     ) -> None:
-        """Load the weights, once all of the checkpoint is known to fit.
+        """Load the weights, after a check that the whole checkpoint fits.
 
-        Where there are no optimizers yet, these weights are taken back if the state of those does not fit.
+        Without optimizers yet, ``load_optimizers`` restores the weights if their state does not fit.
 
         Raises:
             CheckpointError: a name, shape or dtype differs; the model and the optimizers are as they were.
@@ -171,12 +179,12 @@ class TrainerCheckpoints:
         trainer = module._trainer
         fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         state, dtype = checkpoint["state_dict"], _DTYPES.get(str(precision))
-        # Of another model, first of all: the optimizer of that does not fit either.
+        # Weights first: with another model, its optimizer does not fit either.
         load_module(module, state, strict=strict, dtype=dtype, check_only=True)
         if fitting and self.loads_after_setup:
             self._fitting_states(checkpoint, module, optimizers)
         elif fitting:
-            self._weights_before = _copied(module.state_dict())
+            self._weights_before = _copy_to_cpu(module.state_dict())
         load_module(module, state, strict=strict, dtype=dtype)
 
     def load_optimizers(
@@ -188,7 +196,7 @@ class TrainerCheckpoints:
         """Load the optimizers' state, all or none.
 
         Raises:
-            CheckpointError: it is of other optimizers; these are as they were, and so is the model.
+            CheckpointError: it belongs to other optimizers; the optimizers and the model are unchanged.
         """
         before, self._weights_before = self._weights_before, None
         try:
@@ -208,7 +216,7 @@ class TrainerCheckpoints:
     ) -> list[dict[str, Any]]:
         states = checkpoint.get("optimizer_states", [])
         if not states and optimizers:
-            self._manager.say_once(
+            self._manager.warn_once(
                 "the checkpoint has no state of optimizers, as it was saved before a run or by the program "
                 "that had started the ranks: the optimizers begin anew. Save in the run, by ModelCheckpoint "
                 "or a hook, to have their state."
@@ -232,8 +240,8 @@ class TrainerCheckpoints:
         ]
 
 
-def _check_trainers(opened: Checkpoint) -> None:
-    """Refuse what Lightning itself would fail at."""
+def _check_from_trainer(opened: Checkpoint) -> None:
+    """Check that a Trainer saved the checkpoint: Lightning itself would fail on any other."""
     missing = [key for key in ("state_dict", "pytorch-lightning_version") if key not in opened.tree]
     if missing:
         has = ", ".join(map(repr, list(opened.tree)[:8]))
@@ -244,8 +252,8 @@ def _check_trainers(opened: Checkpoint) -> None:
         )
 
 
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """On the CPU; what is on the meta device has no values to be kept."""
+def _copy_to_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a state to the CPU, without tensors on the meta device, which have no values."""
     return {
         name: x.detach().to("cpu", copy=True) if isinstance(x, torch.Tensor) else x
         for name, x in state.items()

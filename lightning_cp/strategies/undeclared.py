@@ -1,10 +1,9 @@
-"""Everything that a run has to be told, in one message: heads, labels, and what a batch has."""
+"""One error for all that a run does not declare: heads, labels, and dimensions of a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -17,27 +16,27 @@ from torch import nn
 from lightning_cp.batch import BatchRules, read_batch
 from lightning_cp.batch.read import labels_per_row
 from lightning_cp.batch.rules import KNOWN_DIMS
-from lightning_cp.config import StrategyConfig
+from lightning_cp.config import StrategyConfig, not_default
 from lightning_cp.errors import ConfigError, ShapeError, UndeclaredError
 from lightning_cp.utils.containers import tensors_of
 from lightning_cp.utils.labels import are_shifted
 
 
 @contextmanager
-def asking_at_once(settings: StrategyConfig) -> Iterator[None]:
-    """Complete what a batch raises within by the strategy's own arguments, so that it can be pasted."""
+def complete_errors(settings: StrategyConfig) -> Iterator[None]:
+    """A block whose errors show all of the strategy's arguments, ready to be pasted."""
     try:
         yield
     except UndeclaredError as error:
-        raise at_once([error], settings) from None
+        raise merge_errors([error], settings) from None
 
 
-def at_once(errors: Sequence[UndeclaredError], settings: StrategyConfig) -> UndeclaredError:
-    """One error of several, whose arguments are the user's own and what is missing."""
+def merge_errors(errors: Sequence[UndeclaredError], settings: StrategyConfig) -> UndeclaredError:
+    """Merge errors into one, whose arguments are the user's and the missing ones."""
     questions = list(dict.fromkeys(line for error in errors for line in error.questions))
     if not any(error.arguments for error in errors):
         return UndeclaredError(questions, {})  # the user's own arguments would not help
-    arguments = _chosen(settings)
+    arguments = not_default(settings)
     for error in errors:
         for name, value in error.arguments.items():
             known = arguments.get(name)
@@ -46,14 +45,7 @@ def at_once(errors: Sequence[UndeclaredError], settings: StrategyConfig) -> Unde
     return UndeclaredError(questions, arguments)
 
 
-def _chosen(settings: StrategyConfig) -> dict[str, Any]:
-    """The settings that are not the default ones."""
-    default = StrategyConfig()
-    found = {item.name: getattr(settings, item.name) for item in fields(settings)}
-    return {name: value for name, value in found.items() if value != getattr(default, name)}
-
-
-def of_run(
+def collect_undeclared(
     first: UndeclaredError,
     model: nn.Module,
     options: Mapping[str, Any],
@@ -62,76 +54,79 @@ def of_run(
     needs_labels: bool,
     batch: Any = None,
 ) -> UndeclaredError:
-    """All that a run lacks which is about to end because of ``first``.
+    """Return one error for all that a run does not declare; the run ends with it.
 
     Args:
-        first: what was found.
-        model: whose labels are in question.
-        options: what its mixin declares.
+        first: the error that ends the run.
+        model: the model whose labels are read.
+        options: declarations of its mixin.
         settings: the user's.
-        needs_labels: the run weights a loss by them.
-        batch: as the step gets it; ``None``: there is none yet.
+        needs_labels: the run weights a loss by labels.
+        batch: the step's batch; ``None``: there is none yet.
 
     Raises:
-        ConfigError: layers that cannot be shared, whatever is declared.
+        ConfigError: layers that no declaration makes shareable.
     """
     from lightning_cp.models.guards.token_mixing import check_no_mixing
     from lightning_cp.models.swap import hf_models, unswapped_hf_models
-    from lightning_cp.runtime.model_binding import label_kind
+    from lightning_cp.runtime.model_binding import resolve_labels
 
     check_no_mixing(model, unswapped_hf_models(model, options.get("modules")))
-    errors, said = [first], settings.with_sequence_dims(options.get("sequence_dims") or {})
+    errors = [first]
     key = options.get("label_key") or settings.label_key
     try:
-        label_kind(model, options.get("labels") or settings.labels, required=needs_labels)
+        resolve_labels(model, options.get("labels") or settings.labels, required=needs_labels)
     except UndeclaredError as error:
         errors.append(error)
     if batch is None:
-        return at_once(errors, settings)
+        return merge_errors(errors, settings)
     one_a_row = labels_per_row(dict(tensors_of(batch)), key) if needs_labels else None
     if one_a_row is not None:
         return UndeclaredError([one_a_row], {})
     try:
-        rules = BatchRules(said.sequence_dims, key, reads_masks=bool(hf_models(model)))
+        dims = settings.with_sequence_dims(options.get("sequence_dims") or {}).sequence_dims
+        rules = BatchRules(dims, key, reads_masks=bool(hf_models(model)))
         read_batch(batch, rules, needs_labels=needs_labels)
     except UndeclaredError as error:
         errors.append(error)
     except (ConfigError, ShapeError):
         pass  # refused when it is sharded
-    found = at_once(errors, settings)
+    merged = merge_errors(errors, settings)
     tensors = dict(tensors_of(batch))
     labels, ids = tensors.get(key), tensors.get("input_ids")
     shifted = None if labels is None or ids is None else are_shifted(labels, ids)
-    asked = any("labels" in error.arguments for error in errors)
-    if asked and shifted is False:  # aligned, they would be their own tokens
-        found = UndeclaredError(found.questions, {**found.arguments, "labels": "shift"})
-    return found
+    asks_labels = any("labels" in error.arguments for error in errors)
+    if asks_labels and shifted is False:  # with "aligned", each token would be its own target
+        return UndeclaredError(merged.questions, {**merged.arguments, "labels": "shift"})
+    return merged
 
 
-def of_trainer(
+def collect_undeclared_of_trainer(
     first: UndeclaredError, trainer: Trainer, options: Mapping[str, Any], settings: StrategyConfig
 ) -> UndeclaredError:
-    """All that a Trainer's run lacks, before its first batch: one is looked at, since the run ends here."""
+    """Return one error for all that a Trainer's run does not declare; read a batch, as the run ends here."""
     module = trainer.lightning_module
     training = trainer.state.fn == TrainerFn.FITTING
     batch = None
-    with suppress(Exception):  # any: it is the user's, and what is wrong with it comes later
+    with suppress(Exception):  # any error of the user's code: it comes again later
         batch = _first_batch(trainer)
     if first.arguments.get("num_heads") is ... and batch is not None:
-        heads = _heads_of_step(module, batch, training=training)
-        if heads is ... and not _may_share(module, batch, options, settings):
+        heads = _count_heads_in_step(module, batch, training=training)
+        if heads is ... and not _has_attention_or_sequence(module, batch, options, settings):
             ranks = trainer.world_size // settings.tensor_parallel_size
             alone = {"context_parallel_size": 1, "data_parallel_size": ranks}
-            return at_once([UndeclaredError(first.questions, alone)], settings)
+            return merge_errors([UndeclaredError(first.questions, alone)], settings)
         first.arguments["num_heads"] = heads
     needs_labels = trainer.state.fn != TrainerFn.PREDICTING
-    return of_run(first, module, options, settings, needs_labels=needs_labels, batch=batch)
+    return collect_undeclared(
+        first, module, options, settings, needs_labels=needs_labels, batch=batch
+    )
 
 
-def _may_share(
+def _has_attention_or_sequence(
     module: nn.Module, batch: Any, options: Mapping[str, Any], settings: StrategyConfig
 ) -> bool:
-    """True if something looks like attention, or like a sequence."""
+    """True if a module looks like attention, or a tensor of the batch like a sequence."""
     declared = settings.sequence_dims or options.get("sequence_dims")
     names = {name.rsplit(".", 1)[-1] for name, _ in tensors_of(batch)}
     kinds = (type(part).__name__.lower() for part in module.modules())
@@ -139,7 +134,7 @@ def _may_share(
 
 
 def _first_batch(trainer: Trainer) -> Any:
-    """As a step gets it, on the host."""
+    """Return the first batch of a run as a step gets it, on the host."""
     loops: dict[Any, Any] = {
         TrainerFn.FITTING: trainer.fit_loop,
         TrainerFn.VALIDATING: trainer.validate_loop,
@@ -149,7 +144,7 @@ def _first_batch(trainer: Trainer) -> Any:
     loop = loops[trainer.state.fn]
     loader = loop._data_source.dataloader()
     while isinstance(loader, (list, tuple)) and loop is not trainer.fit_loop:
-        loader = loader[0]  # one after the other
+        loader = loader[0]  # evaluation takes loaders one after the other
     batch = next(iter(CombinedLoader(loader)))[0]
     module: Any = trainer.lightning_module
     for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
@@ -159,8 +154,8 @@ def _first_batch(trainer: Trainer) -> Any:
     return batch
 
 
-def _heads_of_step(module: Any, batch: Any, *, training: bool) -> Any:
-    """Query heads that a small model's step gives to PyTorch's attention; ``...``: not known."""
+def _count_heads_in_step(module: Any, batch: Any, *, training: bool) -> Any:
+    """Return the query heads that a small model's step gives to PyTorch's attention; ``...``: not known."""
     from lightning_cp.models.sdpa import observe_sdpa
 
     seen: list[int] = []
@@ -168,7 +163,7 @@ def _heads_of_step(module: Any, batch: Any, *, training: bool) -> Any:
         return ...
     end = observe_sdpa(lambda query, *rest: seen.append(query.shape[1]))
     try:
-        with torch.no_grad(), suppress(Exception):  # any: what it logs has no place yet
+        with torch.no_grad(), suppress(Exception):  # any: logging fails before the run
             (module.training_step if training else module.validation_step)(batch, 0)
     finally:
         end()
@@ -176,4 +171,4 @@ def _heads_of_step(module: Any, batch: Any, *, training: bool) -> Any:
 
 
 _SMALL = 10**8
-"""Parameters of a model that a host can call at once."""
+"""Maximum number of parameters of a model whose step the host calls."""

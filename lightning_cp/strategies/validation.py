@@ -1,9 +1,10 @@
-"""Settings that contradict each other, whatever the ranks and the model."""
+"""Checks of settings that need neither ranks nor a model."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
@@ -15,14 +16,17 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning_cp import error_display as console
 from lightning_cp.checkpoint.pretrained.strategy_argument import check_pretrained
 from lightning_cp.config import (
-    CHOICES,
     DEFAULT_CHUNK_TOKENS,
     DEFAULT_TILE_TOKENS,
     GATHERING_MODE,
+    GROUPS,
+    AttentionSettings,
+    BatchSettings,
+    DiagnosticsSettings,
+    MemorySettings,
+    MeshSettings,
     StrategyConfig,
-    check_choice,
     check_module_names,
-    check_size,
     explicit_cp_size,
     parity_steps_of,
 )
@@ -32,11 +36,11 @@ from lightning_cp.errors import ConfigError
 TENSOR_PARALLEL_ENGINES = ("fsdp", "hsdp")
 
 
-def check_mode(settings: StrategyConfig) -> None:
-    """Refuse sizes that the mode does not have.
+def check_mode(settings: MeshSettings) -> None:
+    """Check that the mode has the axes of the sizes.
 
     Raises:
-        ConfigError: naming both.
+        ConfigError: naming the mode and the size.
     """
     other = {"ulysses": "ring_size", "ring": "ulysses_size"}.get(settings.mode)
     if other is not None and getattr(settings, other) not in (None, 1):
@@ -56,8 +60,8 @@ def check_mode(settings: StrategyConfig) -> None:
         )
 
 
-def check_names(settings: StrategyConfig) -> None:
-    """Refuse names of a batch's tensors that are none, and dimensions that are no integers.
+def check_names(settings: BatchSettings) -> None:
+    """Check the names and dimensions of a batch's tensors.
 
     Raises:
         ConfigError: naming the setting.
@@ -85,24 +89,24 @@ def check_names(settings: StrategyConfig) -> None:
 
 
 def check_exchange(settings: StrategyConfig) -> None:
-    """Refuse an exchange that the mode does not have, and settings of another exchange.
+    """Check that the mode has the exchange, and the exchange the other settings.
 
     Raises:
-        ConfigError: naming both.
+        ConfigError: naming the settings that contradict each other.
     """
     if settings.mode == GATHERING_MODE and settings.exchange not in ("ring", "all_gather"):
         raise ConfigError(
             f"mode={GATHERING_MODE!r} is a ring axis with exchange='all_gather', got "
             f"exchange={settings.exchange!r}. Leave one of them out."
         )
-    _ = settings.attention_exchange  # refuses what it has no use for
+    _ = settings.attention_exchange  # raises for settings that it has no use for
 
 
 def check_profile(settings: StrategyConfig) -> None:
-    """Refuse steps that cannot be recorded.
+    """Check that steps can be recorded.
 
     Raises:
-        ConfigError: no steps, a folder without any, or an exchange that is not looked into.
+        ConfigError: no steps, a folder without steps, or an exchange that is not recorded.
     """
     steps, folder = settings.profiled_steps, settings.profile_folder
     if folder is not None and (not isinstance(folder, (str, PathLike)) or not str(folder)):
@@ -115,7 +119,7 @@ def check_profile(settings: StrategyConfig) -> None:
             f"profile_folder={str(folder)!r} says where recorded steps are written, but none is recorded. "
             "Say which, profile=3, or leave the folder out."
         )
-    blocked = None if folder is None else _in_the_way(Path(folder))
+    blocked = None if folder is None else _blocking_path(Path(folder))
     if blocked is not None:
         raise ConfigError(
             f"profile_folder={str(folder)!r} cannot be made: {str(blocked)!r} is no folder. Name "
@@ -128,27 +132,21 @@ def check_profile(settings: StrategyConfig) -> None:
         )
 
 
-def _in_the_way(folder: Path) -> Path | None:
-    """The part of a path that exists and is no folder, if there is one."""
+def _blocking_path(folder: Path) -> Path | None:
+    """Return the part of a path that exists and is not a folder, or ``None``."""
     parts = (folder.absolute(), *folder.absolute().parents)
     there = next(part for part in parts if os.path.exists(part))  # noqa: PTH110  # never raises
     return None if there.is_dir() else there
 
 
 def check_tensor_parallel(settings: StrategyConfig) -> None:
-    """Refuse what tensor parallelism does not go together with.
+    """Check that tensor parallelism works with the other settings.
 
     Raises:
         ConfigError: an engine that cannot wrap sharded layers, or a plan that nothing uses.
     """
-    size, engine, plan = (
-        getattr(settings, name)
-        for name in ("tensor_parallel_size", "data_parallel", "tensor_parallel_plan")
-    )
-    if size is None:
-        raise ConfigError(
-            "tensor_parallel_size must be an integer of at least 1, got None. Leave it out for 1."
-        )
+    size, engine = settings.tensor_parallel_size, settings.data_parallel
+    plan = settings.tensor_parallel_plan
     if plan is not None and not (isinstance(plan, Mapping) or callable(plan)):
         raise ConfigError(
             "tensor_parallel_plan must be None (automatic), a mapping from module names ('layers.*.q_proj') "
@@ -181,15 +179,15 @@ def check_tensor_parallel(settings: StrategyConfig) -> None:
 
 
 def _check_styles(plan: Mapping[str, Any]) -> None:
-    # not before a plan is given: it brings PyTorch's tensor parallelism
-    from lightning_cp.engines.tensor_parallel.user_plan import require_style
+    # imported for a plan only: it loads PyTorch's tensor parallelism
+    from lightning_cp.engines.tensor_parallel.user_plan import check_style
 
     for pattern, style in plan.items():
-        require_style(pattern, style)
+        check_style(pattern, style)
 
 
 def check_group_timeout(limit: object) -> None:
-    """Refuse a limit of PyTorch's collectives that is no ``timedelta``.
+    """Check that the limit of PyTorch's collectives is a ``timedelta``.
 
     Raises:
         ConfigError: naming the option.
@@ -202,7 +200,7 @@ def check_group_timeout(limit: object) -> None:
 
 
 def check_backend(backend: str | None) -> None:
-    """Refuse a backend that PyTorch does not know when the processes connect: a program may register its own.
+    """Check that PyTorch knows a backend when the processes connect: a program may register one.
 
     Raises:
         ConfigError: naming the option.
@@ -217,8 +215,8 @@ def check_backend(backend: str | None) -> None:
         )
 
 
-def check_timeouts(settings: StrategyConfig) -> None:
-    """Refuse limits that are no numbers of seconds, or a first step that may take less than others.
+def check_timeouts(settings: DiagnosticsSettings) -> None:
+    """Check that limits are seconds, and that the first step may take as long as others.
 
     Raises:
         ConfigError: naming the setting.
@@ -240,11 +238,8 @@ def check_timeouts(settings: StrategyConfig) -> None:
         )
 
 
-# Settings that save memory of long sequences: what they may be, and with what they do not go.
-
-
-def check_length(settings: StrategyConfig) -> None:
-    """Refuse what is no number of tokens, layers that ranks share, and settings without a use.
+def check_memory(settings: StrategyConfig) -> None:
+    """Check settings that save memory of long sequences: numbers of tokens, and settings without a use.
 
     Raises:
         ConfigError: naming the setting.
@@ -263,12 +258,7 @@ def check_length(settings: StrategyConfig) -> None:
             "each MLP, and would communicate for every tile. Use one of the two."
         )
     if settings.mlp_modules is not None:
-        _check_modules(settings)
-    if type(settings.activation_offload) is not bool:
-        raise ConfigError(
-            f"activation_offload must be True or False, got {settings.activation_offload!r}. "
-            "Leave it out for False."
-        )
+        _check_mlp_modules(settings)
     if settings.activation_offload and settings.activation_checkpointing == "none":
         raise ConfigError(
             "activation_offload=True moves what activation checkpointing keeps to host memory, got "
@@ -286,7 +276,7 @@ def _check_tokens(name: str, given: object, what: str, default: int) -> None:
     )
 
 
-def _check_modules(settings: StrategyConfig) -> None:
+def _check_mlp_modules(settings: MemorySettings) -> None:
     given = settings.mlp_modules
     check_module_names(
         "mlp_modules", given, "'LlamaMLP' or 'model.layers.*.mlp'", "the MLPs of blocks"
@@ -298,52 +288,46 @@ def _check_modules(settings: StrategyConfig) -> None:
         )
 
 
-# Settings of the parity check.
-
-
-def check_parity(settings: StrategyConfig) -> None:
-    """Refuse what is no number.
+def check_parity(settings: DiagnosticsSettings) -> None:
+    """Check the settings of the parity check.
 
     Raises:
         ConfigError: naming the setting.
     """
-    require_known(settings.parity_check)
+    check_parity_schedule(settings.parity_check)
     tokens = settings.parity_tokens
     if type(tokens) is not int or tokens < 1:
         raise ConfigError(
             "parity_tokens must be a number of tokens that one device can train on, at least 1, got "
-            f"{tokens!r}. "
-            "Leave it out for 4096."
+            f"{tokens!r}. Leave it out for {DiagnosticsSettings.parity_tokens}."
         )
 
 
-def require_known(every: Any) -> None:
-    """Refuse what says no time for a check.
+def check_parity_schedule(every: Any) -> None:
+    """Check that ``parity_check`` says when to check.
 
     Raises:
-        ConfigError: saying what does.
+        ConfigError: naming the values that do.
     """
     if every in ("off", "first_batch") or parity_steps_of(every) is not None:
         return
     raise ConfigError(
         "parity_check must be 'first_batch', 'off', or 'every_<n>' for each n-th optimizer step, such as "
-        f"'every_100', got {every!r}. "
-        "Leave it out for 'first_batch'."
+        f"'every_100', got {every!r}. Leave it out for {DiagnosticsSettings.parity_check!r}."
     )
 
 
-def check_asked(settings: StrategyConfig, *, given: bool) -> None:
-    """Of Fabric, where nothing is checked unless the loop asks: refuse what promises more, or say so.
+def check_fabric_parity(settings: DiagnosticsSettings, arguments: Mapping[str, Any]) -> None:
+    """Check that Fabric's strategy can do what ``parity_check`` says: only its loop starts a check.
 
-    ``first_batch`` is not refused even if it was given: what builds strategies from files gives every
-    argument its default.
+    A given ``first_batch`` is not refused: programs that build strategies from files pass every default.
 
     Args:
         settings: of the strategy.
-        given: ``parity_check`` was among the arguments.
+        arguments: of the strategy, by name.
 
     Raises:
-        ConfigError: checks that should come again in every so many steps.
+        ConfigError: checks in every n-th step.
     """
     every = settings.parity_check
     if settings.parity_steps is not None:
@@ -351,73 +335,112 @@ def check_asked(settings: StrategyConfig, *, given: bool) -> None:
             f"parity_check={every!r} is the Trainer's, which makes the check by itself. With Fabric the loop "
             f"asks for it, as often as it likes: {_ASK}."
         )
-    if given and every != "off":
+    if "parity_check" in given_settings(arguments) and every != "off":
         rank_zero_only(console.warn)(
             f"parity_check={every!r} checks nothing by itself with Fabric: call {_ASK}. "
             "parity_check='off' says nothing."
         )
 
 
+def given_settings(arguments: Mapping[str, Any]) -> set[str]:
+    """Return the names among a strategy's arguments, and those in mappings of groups."""
+    groups = [arguments.get(group) for group in GROUPS]
+    return {*arguments}.union(*(group for group in groups if isinstance(group, Mapping)))
+
+
 _ASK = "fabric.strategy.check_parity(batch, step=lambda batch: model(**batch).loss)"
 
 
-# All that can be refused of settings before there are processes, in one place.
+def check_choices(settings: StrategyConfig) -> None:
+    """Check the settings whose allowed values are listed.
+
+    Raises:
+        ConfigError: an unknown value.
+    """
+    for item in fields(settings):
+        value, choices = getattr(settings, item.name), item.metadata["choices"]
+        if choices and value not in choices:
+            instead = item.metadata["instead"]
+            works = f" What works now: {instead}." if instead else ""
+            raise ConfigError(
+                f"{item.name} must be one of {', '.join(choices)}, got {value!r}.{works}"
+            )
 
 
-SIZES = (
-    "ulysses_size",
-    "ring_size",
-    "num_heads",
-    "kv_heads_per_gather",
-    "data_parallel_size",
-    "tensor_parallel_size",
-    "data_parallel_replicate_size",
-)
-YES_OR_NO = ("padding", "check_finite", "async_save")
-"""Settings by what they may be."""
+def check_sizes(settings: StrategyConfig) -> None:
+    """Check sizes: every number among the settings of the mesh and of attention.
+
+    Raises:
+        ConfigError: anything but a positive integer, or ``None`` where the size is optional.
+    """
+    for item in (*fields(MeshSettings), *fields(AttentionSettings)):
+        value = getattr(settings, item.name)
+        if item.type in ("int", "int | None") and not _is_size(value, item.type):
+            none = ", or None for all heads at once" if item.name == "kv_heads_per_gather" else ""
+            raise ConfigError(
+                f"{item.name} must be an integer of at least 1{none}, got {value!r}. Leave it out for the "
+                "default."
+            )
+    size = settings.context_parallel_size
+    if size is None:
+        raise ConfigError(
+            "context_parallel_size is None. Leave it out, or pass 'auto' or a number of ranks."
+        )
+    if size != "auto" and not _is_size(size):
+        raise ConfigError(
+            f"context_parallel_size must be an integer of at least 1 or 'auto', got {size!r}. Leave it out "
+            "for the default."
+        )
+
+
+def _is_size(value: object, kind: str = "int") -> bool:
+    if value is None:
+        return kind == "int | None"
+    return type(value) is int and value >= 1
+
+
+def check_switches(settings: StrategyConfig) -> None:
+    """Check settings that are True or False.
+
+    Raises:
+        ConfigError: any other value.
+    """
+    for item in fields(settings):
+        value = getattr(settings, item.name)
+        if item.type == "bool" and type(value) is not bool:
+            raise ConfigError(
+                f"{item.name} must be True or False, got {value!r}. Leave it out for {item.default}."
+            )
 
 
 def checked(arguments: Mapping[str, Any]) -> StrategyConfig:
-    """Settings from a mapping that holds at least their names.
+    """Make settings from a strategy's arguments, and check them.
 
     Raises:
         ConfigError: a value that is not known, or settings that contradict each other.
     """
-    settings = StrategyConfig.take(arguments)
+    settings = StrategyConfig.from_flat(arguments)
     check(settings)
     return settings
 
 
 def check(settings: StrategyConfig) -> None:
-    """Refuse settings that no run can have.
+    """Check settings, before there are processes.
 
     Raises:
         ConfigError: a value that is not known, or settings that contradict each other.
     """
-    for name in CHOICES:
-        check_choice(name, getattr(settings, name))
-    for name in SIZES:
-        check_size(name, getattr(settings, name))
-    if settings.context_parallel_size is None:
-        raise ConfigError(
-            "context_parallel_size is None. Leave it out, or pass 'auto' or a number of ranks."
-        )
-    if settings.context_parallel_size != "auto":
-        check_size("context_parallel_size", settings.context_parallel_size, " or 'auto'")
+    check_choices(settings)
+    check_sizes(settings)
+    check_switches(settings)
     check_names(settings)
-    for name in YES_OR_NO:
-        if type(getattr(settings, name)) is not bool:
-            raise ConfigError(
-                f"{name} must be True or False, got {getattr(settings, name)!r}. "
-                "Leave it out for the default."
-            )
     check_mode(settings)
     check_exchange(settings)
     check_profile(settings)
     check_pretrained(settings)
     check_engine(settings)
     check_timeouts(settings)
-    check_length(settings)
+    check_memory(settings)
     check_parity(settings)
     explicit_cp_size(settings)
     check_tensor_parallel(settings)

@@ -33,6 +33,7 @@ from lightning_cp.throughput.work import (
     shared_call,
 )
 from lightning_cp.utils.module_hooks import add_hook
+from lightning_cp.utils.patching import PatchSet
 
 
 @dataclass(frozen=True)
@@ -157,13 +158,13 @@ class RepeatedLayers:
 
     def __init__(self, model: nn.Module) -> None:
         self._rows: Counter[str] = Counter()
-        self._undo: list[Callable[[], None]] = []
+        self._hooks = PatchSet()
         if is_compiled(model):
             return
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear):
                 hook = self._counter(name)
-                self._undo.append(add_hook(module.register_forward_pre_hook, hook))
+                self._hooks.add(add_hook(module.register_forward_pre_hook, hook))
 
     def _counter(self, name: str) -> Callable[..., None]:
         def count(module: nn.Linear, args: tuple[Any, ...]) -> None:
@@ -178,8 +179,7 @@ class RepeatedLayers:
 
     def end(self, tokens: int) -> str:
         """Stop counting; return a layer that the (padded, local) tokens passed twice, or ``""``."""
-        while self._undo:
-            self._undo.pop()()
+        self._hooks.undo()
         return next((name for name, rows in self._rows.items() if rows >= 2 * tokens), "")
 
 
@@ -208,11 +208,11 @@ class CountedModel:
         if runtime is not None:
             dims = {**runtime.binding.rules.sequence_dims, **dims}
         self._rules = BatchRules(sequence_dims=dims, reads_masks=bool(hf_models(model)))
-        self._undo: Callable[[], None]
+        self._hooks = PatchSet()
         if self._runtime is not None:
-            self._undo = self._runtime.listen(self._note_shared)
+            self._hooks.add(self._runtime.listen(self._note_shared))
         else:
-            self._undo = observe_calls(model, self._note)
+            self._hooks.add(observe_calls(model, self._note))
 
     @property
     def multiplied(self) -> ActiveParameters:
@@ -237,7 +237,7 @@ class CountedModel:
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             return (
-                f"it is not known how often {', '.join(names[:3])}{more} multiply a token. "
+                f"it is unknown how often {', '.join(names[:3])}{more} multiply a token. "
                 "active_parameters= says how many parameters do"
             )
         if self._active is None and self._repeated:
@@ -272,8 +272,7 @@ class CountedModel:
         if self._watched is not None:
             self._watched.end(0)
             self._watched = None
-        self._undo()
-        self._undo = lambda: None
+        self._hooks.undo()
 
     def _end_watch(self) -> None:
         assert self._watched is not None

@@ -246,7 +246,7 @@ class Meter:
         )
         if self._peak.flops is None:
             lines.append(
-                f"MFU is not logged: the peak FLOP/s of {self._peak.where} is not known. peak_flops= says it."
+                f"MFU is not logged: the peak FLOP/s of {self._peak.where} is unknown. Set peak_flops=."
             )
         else:
             peak = f"{self._peak.flops / 1e12:,.4g} TFLOP/s"

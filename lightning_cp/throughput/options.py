@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dt
 from torch import nn
 
 from lightning_cp.comm.reduce import all_sum
-from lightning_cp.engines.checks import precision_of
+from lightning_cp.engines.checks import mixed_precision_policy
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout.axes import Flat
 from lightning_cp.runtime.runtime import ContextParallelRuntime
@@ -74,7 +74,7 @@ def check_countable(strategy: object) -> None:
     """
     if runtime_of(strategy) is None and not isinstance(strategy, _PLAIN):
         raise ConfigError(
-            f"throughput is not counted under {type(strategy).__name__}: it is not known which of its ranks "
+            f"throughput is not counted under {type(strategy).__name__}: it is unknown which of its ranks "
             "share a sample, and parameters may be in parts. What works: strategy='ulysses_ring' (with "
             "data_parallel='fsdp', 'hsdp' or 'zero1' for parameters that are sharded), 'ddp', and one device."
         )
@@ -101,11 +101,11 @@ class ThroughputOptions:
     sequence_dims: Mapping[str, int | None] | None = None
 
     def __post_init__(self) -> None:
-        _require_count("every_n_steps", self.every_n_steps, 1, "50 logs every 50 optimizer steps")
-        _require_count("warmup_steps", self.warmup_steps, 0, "1 leaves out the first, 0 none")
+        _check_count("every_n_steps", self.every_n_steps, 1, "50 logs every 50 optimizer steps")
+        _check_count("warmup_steps", self.warmup_steps, 0, "1 leaves out the first, 0 none")
         if self.active_parameters is not None:
             what = "None counts the model's own; a dense model of 7e9 would say 7_000_000_000"
-            _require_count("active_parameters", self.active_parameters, 1, what)
+            _check_count("active_parameters", self.active_parameters, 1, what)
         peak: Any = self.peak_flops
         is_number = isinstance(peak, Real) and not isinstance(peak, bool)
         if peak is not None and not (is_number and 0 < float(peak) < math.inf):
@@ -125,7 +125,7 @@ class ThroughputOptions:
         return replace(self, sequence_dims={**declared, **(self.sequence_dims or {})})
 
 
-def _require_count(name: str, value: object, least: int, works: str) -> None:
+def _check_count(name: str, value: object, least: int, works: str) -> None:
     if type(value) is not int or value < least:
         raise ConfigError(
             f"{name} must be a whole number of at least {least}, got {value!r}. {works}."
@@ -175,7 +175,11 @@ def peak_of(
 def dtype_of(precision: Any, strategy: Any, model: nn.Module) -> torch.dtype:
     """Return the dtype of matrix products."""
     runtime = runtime_of(strategy)
-    cast = None if runtime is None else precision_of(runtime.settings.mixed_precision).param_dtype
+    cast = (
+        None
+        if runtime is None
+        else mixed_precision_policy(runtime.settings.mixed_precision).param_dtype
+    )
     if cast is not None:
         return cast
     asked = _plugin_to_compute_dtype(precision)

@@ -18,6 +18,7 @@ from lightning_cp.models.sdpa import observe_sdpa
 from lightning_cp.models.structure import module_mask
 from lightning_cp.models.swap import config_value, hf_models
 from lightning_cp.utils.module_hooks import add_hook
+from lightning_cp.utils.patching import PatchSet
 
 
 class AttentionCall(NamedTuple):
@@ -86,18 +87,14 @@ def observe_calls(model: nn.Module, tell: Tell) -> Callable[[], None]:
         mask = Mask(is_causal) if is_known else None
         tell(AttentionCall(rows, length, mask, heads, dim, out.shape[3]), out)
 
-    undo: list[Callable[[], None]] = [observe_sdpa(direct)]
+    hooks = PatchSet()
+    hooks.add(observe_sdpa(direct))
     for root in hf_models(model):
         for module in _attention_modules(root):
-            undo.append(add_hook(module.register_forward_pre_hook, enter))
+            hooks.add(add_hook(module.register_forward_pre_hook, enter))
             ends = {"with_kwargs": True, "always_call": True}
-            undo.append(add_hook(module.register_forward_hook, leave, **ends))
-
-    def end() -> None:
-        while undo:
-            undo.pop()()
-
-    return end
+            hooks.add(add_hook(module.register_forward_hook, leave, **ends))
+    return hooks.undo
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -243,7 +240,7 @@ class StepWork:
             wait: wait for copies from the device; otherwise leave missing ones for later.
         """
         done = Work()
-        while self._stepped and (wait or self._stepped[0].batch.arrived):
+        while self._stepped and (wait or self._stepped[0].batch.is_ready):
             done += self._work_of(self._stepped.pop(0))
         return done
 
@@ -285,7 +282,7 @@ _NO_CALLS = (
     "under context parallelism only)"
 )
 _OTHER_MASK = (
-    "attention was given a mask of its own, so that the visible pairs are not known; causality, windows, "
+    "attention got a dense mask, so the visible pairs are unknown; those of causality, windows, "
     "packed documents and padding are"
 )
 _OTHER_TOKENS = "attention runs over other tokens than the batch's"

@@ -33,15 +33,16 @@ def note_tokens(x: torch.Tensor) -> None:
     _note(x, Origin.TOKENS)
 
 
-_KEY = "lightning_cp"
+NOTE = "lightning_cp"
+"""The key of a note in the metadata of a node."""
 
 
 def _note(x: torch.Tensor, origin: Origin | Count) -> None:
     if x.grad_fn is not None:
         node: Any = x.grad_fn
-        node.metadata[_KEY] = origin
+        node.metadata[NOTE] = origin
 
 
 def origin_of(node: Any) -> Origin | Count | None:
     """Return the note of a node."""
-    return node.metadata.get(_KEY)
+    return node.metadata.get(NOTE)

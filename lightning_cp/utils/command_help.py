@@ -129,7 +129,7 @@ def help_text(
     for path in groups:
         about = _head(path).partition("\n")[0]
         lines += _entry(f"{files.group(path)}={path.stem}", about, width)
-    lines += ["", "Keys, with the values that they have if nothing else is said (key=value):"]
+    lines += ["", "Keys and their default values (key=value):"]
     known = explanations(config, files)
     for key, value in leaves(config):
         if any(key == one or key.startswith(f"{one}.") for one in unread):

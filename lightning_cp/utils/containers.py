@@ -22,12 +22,14 @@ def is_container(value: object) -> bool:
     return isinstance(value, (Mapping, list, tuple)) or _is_dataclass(value)
 
 
-def tensors_of(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor with its dotted name: keys, field names and indices joined by dots."""
+def tensors_of(value: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
+    """Return every tensor with its dotted name: keys, field names and indices joined by dots."""
     if isinstance(value, torch.Tensor):
-        yield name or ROOT, value
+        return [(name or ROOT, value)]
+    found: list[tuple[str, torch.Tensor]] = []
     for key, item in items_of(value):
-        yield from tensors_of(item, f"{name}.{key}" if name else str(key))
+        found += tensors_of(item, f"{name}.{key}" if name else str(key))
+    return found
 
 
 def memory_of(x: torch.Tensor) -> int:

@@ -1,4 +1,4 @@
-"""DTensors: the local part, and PyTorch's caches of meshes, which are cleared before a new mesh is made."""
+"""Sharded tensors and modules: the local part, and PyTorch's caches of meshes, cleared before a new mesh."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ def local_part(x: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of ``x`` (all of a plain tensor): shared memory, detached, no communication."""
     with torch.no_grad():  # several times as fast as DTensor.detach
         return x.to_local() if isinstance(x, DTensor) else x.detach()
+
+
+def is_on_meta(module: torch.nn.Module) -> bool:
+    """True if any parameter or buffer has no values."""
+    return any(x.is_meta for x in [*module.parameters(), *module.buffers()])
+
+
+def is_sharded(module: torch.nn.Module) -> bool:
+    """True if FSDP wraps a part of it; by class names, so that FSDP need not be imported."""
+    kinds = {kind.__name__ for part in module.modules() for kind in type(part).__mro__}
+    return bool(kinds & {"FSDPModule", "FullyShardedDataParallel"})
 
 
 _CACHES = (

@@ -1,15 +1,12 @@
-"""Hooks of users' modules and replaced methods of one instance, for the duration of a run; copies lack them.
+"""Hooks of users' modules for the duration of a run.
 
 A pickle names nothing of this package, so it loads where the package is not installed.
 """
 
 from __future__ import annotations
 
-import copy
-import operator
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import MethodType
 from typing import Any
 
 
@@ -25,32 +22,6 @@ def add_hook(
         hook.function = _do_nothing  # deep copies still have the hook
 
     return remove
-
-
-def replace_method(
-    owner: Any, name: str, value: Callable[..., Any], *, plain: Callable[..., Any] | None = None
-) -> Callable[[], None]:
-    """Replace ``owner.name`` by ``value`` for this one instance; return a function that restores it.
-
-    Args:
-        owner: a module, or any other object.
-        name: the method's name; a later replacement by other code is left in place.
-        value: called without the owner.
-        plain: the method of a copy, if the owner's class has no such method.
-    """
-    before = vars(owner).get(name)
-    ours = InstanceMethod(owner, name, value, plain if before is None else before)
-    object.__setattr__(owner, name, ours)
-
-    def put_back() -> None:
-        if vars(owner).get(name) is not ours:
-            return
-        if before is None:
-            del vars(owner)[name]
-        else:
-            object.__setattr__(owner, name, before)
-
-    return put_back
 
 
 class ModuleHook:
@@ -71,36 +42,6 @@ class ModuleHook:
 
     def __reduce__(self) -> Any:
         return getattr, (nullcontext(), "__exit__")  # accepts any arguments, and returns nothing
-
-
-class InstanceMethod:
-    """A function in place of one instance's method; a copy of the instance has its original method."""
-
-    def __init__(
-        self, owner: Any, name: str, value: Callable[..., Any], own: Callable[..., Any] | None
-    ) -> None:
-        self._owner, self._name, self._value, self._own = owner, name, value, own
-        self.__wrapped__ = getattr(value, "__wrapped__", value)  # Lightning asks what is overridden
-        self.__name__ = getattr(value, "__name__", name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._value(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = copy.deepcopy(self._owner, memo)
-        if self._own is not None:
-            return copy.deepcopy(self._own, memo)
-        method = getattr(type(self._owner), self._name, None)
-        return None if method is None else MethodType(method, copied)
-
-    def __reduce__(self) -> Any:
-        if self._own is not None:
-            return operator.getitem, ((self._own,), 0)
-        return getattr, (
-            self._owner,
-            self._name,
-            None,
-        )  # of an instance without its state: its class's
 
 
 def _do_nothing(*_: Any) -> None:

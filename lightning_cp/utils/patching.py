@@ -1,50 +1,35 @@
-"""Undoable monkeypatches: methods of one object, functions in every loaded module, and patches for a step.
+"""Undoable monkeypatches: one :class:`PatchSet` for attributes, methods and functions of other code.
 
 A function is replaced in every module that holds it, however it was imported.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any, NamedTuple
 
-from lightning_cp.utils.module_hooks import replace_method
-
-
-class PatchSet:
-    """Replaced methods and their originals; a user may have replaced the same ones before or since."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
-
-    def replace(
-        self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
-    ) -> None:
-        """Replace a method by ``make(current method)``, on this object only."""
-        self._undo.append(replace_method(owner, name, make(getattr(owner, name))))
-
-    def undo(self) -> None:
-        """Restore everything that other code has not replaced since."""
-        while self._undo:
-            self._undo.pop()()
-
-
 Function = Callable[..., Any]
+Undo = Callable[[], None]
 
 LINK = "_lightning_cp_link"
 """Attribute of a replacement: its :class:`ChainedPatch`."""
 
+_INHERITED = object()
+"""Original of an attribute that its owner only inherits; the undo deletes the replacement."""
+
 
 @dataclass
 class ChainedPatch:
-    """The function that a replacement replaced, and calls."""
+    """The value that a replacement replaced. A function that is replaced everywhere calls it through here."""
 
-    original: Function
+    original: Any
 
 
 class ReplacedFunction(NamedTuple):
@@ -55,6 +40,127 @@ class ReplacedFunction(NamedTuple):
     name: str
     ours: Function
     link: ChainedPatch
+
+
+class PatchSet:
+    """Replacements by one owner, undone in reverse order.
+
+    Another owner may replace the same afterwards: that stays, and its undo restores what was there before
+    both.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[Undo] = []
+
+    def __enter__(self) -> PatchSet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    def add(self, undo: Undo) -> None:
+        """Add any other action to be undone with the rest."""
+        self._undo.append(undo)
+
+    def replace(self, owner: Any, name: str, make: Callable[[Function], Function]) -> None:
+        """Replace a method by ``make(current method)``, on this object only."""
+        self.put_method(owner, name, make(getattr(owner, name)))
+
+    def put_method(
+        self, owner: Any, name: str, value: Function, *, plain: Function | None = None
+    ) -> None:
+        """Replace a method on this object only; copies of the object have the original.
+
+        Args:
+            owner: a module, or any other object.
+            name: the method's name.
+            value: called without the owner.
+            plain: the method of a copy, if the owner's class has no such method.
+        """
+        link = ChainedPatch(vars(owner).get(name, _INHERITED))
+        self._undo.append(
+            _write(owner, name, InstanceMethod(owner, name, value, link, plain), link)
+        )
+
+    def put_value(self, owner: Any, name: str, value: Any) -> None:
+        """Replace an attribute of an object, a module or a class."""
+        link = ChainedPatch(vars(owner).get(name, _INHERITED))
+        self._undo.append(_write(owner, name, value, link))
+
+    def put_functions(self, replaced: Sequence[ReplacedFunction]) -> None:
+        """Replace functions in all modules' globals, in one scan."""
+        for one in replaced:
+            setattr(one.ours, LINK, one.link)
+        _replace_everywhere({one.link.original: one.ours for one in replaced})
+        self._undo.append(lambda: _restore_everywhere(replaced))
+
+    def undo(self) -> None:
+        """Undo everything."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def _write(owner: Any, name: str, value: Any, link: ChainedPatch) -> Undo:
+    plain = not isinstance(owner, type)
+    write, erase = (object.__setattr__, object.__delattr__) if plain else (setattr, delattr)
+    write(owner, name, value)
+
+    def undo() -> None:
+        if (current := vars(owner).get(name)) is not value:
+            _relink(current, value, link.original)
+        elif link.original is _INHERITED:
+            erase(owner, name)
+        else:
+            write(owner, name, link.original)
+
+    return undo
+
+
+def _relink(current: Any, ours: Any, original: Any) -> None:
+    """Make the later replacement of ``ours``, if any, replace the original instead."""
+    while isinstance(link := getattr(current, LINK, None), ChainedPatch):
+        if link.original is ours:
+            link.original = original
+        current = link.original
+
+
+class InstanceMethod:
+    """A function in place of one instance's method; a copy of the instance has its original method.
+
+    A pickle names nothing of this package, so it loads where the package is not installed.
+    """
+
+    def __init__(
+        self, owner: Any, name: str, value: Function, link: ChainedPatch, plain: Function | None
+    ) -> None:
+        self._owner, self._name, self._value, self._plain = owner, name, value, plain
+        self.__wrapped__ = getattr(value, "__wrapped__", value)  # Lightning asks what is overridden
+        self.__name__ = getattr(value, "__name__", name)
+        setattr(self, LINK, link)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._value(*args, **kwargs)
+
+    @property
+    def _own(self) -> Any:
+        original = getattr(self, LINK).original
+        return self._plain if original is _INHERITED else original
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = copy.deepcopy(self._owner, memo)
+        if self._own is not None:
+            return copy.deepcopy(self._own, memo)
+        method = getattr(type(self._owner), self._name, None)
+        return None if method is None else MethodType(method, copied)
+
+    def __reduce__(self) -> Any:
+        if self._own is not None:
+            return operator.getitem, ((self._own,), 0)
+        return getattr, (
+            self._owner,
+            self._name,
+            None,
+        )  # of an instance without its state: its class's
 
 
 @contextmanager
@@ -95,7 +201,7 @@ def load_compiler_rules() -> None:
         rules.get_torch_obj_rule_map()
 
 
-def replace_everywhere(news: Mapping[Function, Function]) -> None:
+def _replace_everywhere(news: Mapping[Function, Function]) -> None:
     """Replace old functions by new ones in all modules' globals."""
     load_compiler_rules()
     by_identity = {id(old): new for old, new in news.items()}
@@ -106,28 +212,24 @@ def replace_everywhere(news: Mapping[Function, Function]) -> None:
                     setattr(module, name, by_identity[id(value)])
 
 
-def restore_everywhere(replaced: Sequence[ReplacedFunction]) -> None:
+def _restore_everywhere(replaced: Sequence[ReplacedFunction]) -> None:
     """Restore the originals; a later swap of the same function then calls the original."""
     with without_garbage_collection():
-        replace_everywhere({one.ours: one.link.original for one in replaced})
+        _replace_everywhere({one.ours: one.link.original for one in replaced})
         for home, name, ours, link in replaced:
-            later: ChainedPatch | None = getattr(getattr(home, name), LINK, None)
-            while later is not None:
-                if later.original is ours:
-                    later.original = link.original
-                later = getattr(later.original, LINK, None)
+            _relink(getattr(home, name), ours, link.original)
 
 
-Patch = Callable[[], Callable[[], None]]
+Patch = Callable[[], Undo]
 """Applies a patch, and returns its undo."""
 
 
 class StepPatches:
-    """Patches of a model besides attention, applied when a step begins and undone in reverse when it ends."""
+    """Patches of a model, applied when a step begins and undone in reverse when it ends."""
 
     def __init__(self) -> None:
         self._patches: list[Patch] = []
-        self._leave: list[Callable[[], None]] = []
+        self._applied = PatchSet()
         self._reports: list[Callable[[], str | None]] = []
 
     def add(self, patch: Patch, report: Callable[[], str | None] | None = None) -> None:
@@ -139,13 +241,16 @@ class StepPatches:
     def begin(self) -> None:
         """Begin a step; end the previous one if that has not happened."""
         self.end()
-        for enter in self._patches:
-            self._leave.append(enter())
+        for patch in self._patches:
+            self._applied.add(patch())
+
+    def on_end(self, undo: Undo) -> None:
+        """Add an action for the end of this step only."""
+        self._applied.add(undo)
 
     def end(self) -> None:
         """End the step: undo the patches."""
-        while self._leave:
-            self._leave.pop()()
+        self._applied.undo()
 
     def told(self) -> list[str]:
         """Return lines about the step that ends now, each kind once."""

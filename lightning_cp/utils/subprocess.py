@@ -48,7 +48,7 @@ def this_program() -> list[str]:
         return [sys.executable, "-m", spec.name.removesuffix(".__main__")]
     if not Path(sys.argv[0]).is_file():
         raise ConfigError(
-            f"every job runs the program anew, but {sys.argv[0]!r} is no file that could be run. Put the "
+            f"every job runs the program again, but {sys.argv[0]!r} is not a file. Put the "
             "program into a file or a module: python train.py -m ..., or python -m package.train -m ..."
         )
     return [sys.executable, str(Path(sys.argv[0]).absolute())]
@@ -97,7 +97,7 @@ def check_no_outer_launcher() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError(
             "a sweep under torchrun would start every job once per rank. Start it without torchrun: each "
-            "job is a program of its own, and starts its own ranks."
+            "job is a separate program that starts its own ranks."
         )
 
 

@@ -6,49 +6,49 @@ import selectors
 import socket
 from typing import Any
 
-from lightning_cp.watchdog.attribution import SILENT, UNSAID, without_life
+from lightning_cp.watchdog.attribution import NO_MESSAGE, SILENT_SECONDS, frozen_line
 from lightning_cp.watchdog.messages import Beat, Connection, Message, Note, Verdict
 from lightning_cp.watchdog.thread import Watcher
 
 AFTER_HUB = 1.0
-"""Seconds that remain where the first rank's process is gone, after it said who failed."""
+"""Seconds until this process ends, if rank 0 ended after it sent a verdict."""
 
 
 class Member(Watcher):
-    """Connected to rank 0's, which judges all others; this one judges rank 0."""
+    """A rank's watcher that reports to rank 0 and judges only rank 0."""
 
     def __init__(self, *args: Any, hub: socket.socket, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._hub = Connection(hub)
-        self._selector.register(self._hub, selectors.EVENT_READ, self._hears)
+        self._selector.register(self._hub, selectors.EVENT_READ, self._read_hub)
         self._hub_beat, self._hub_heard = Beat(), self._now()
         self._hub_left = self._hub_is_gone = False
         self._hub.send({"hello": self._token, "rank": self.rank})
 
-    def _tell_beat(self, beat: Beat, now: float) -> None:
+    def _send_beat(self, beat: Beat, now: float) -> None:
         self._hub.send({"beat": beat.as_message()})
 
-    def _tell_note(self, note: Note, now: float) -> None:
+    def _send_note(self, note: Note, now: float) -> None:
         self._hub.send({"note": note.as_message()})
 
-    def _tell_shown(self) -> None:
+    def _send_shown(self) -> None:
         self._hub.send({"shows": 1})
 
     def _leave(self) -> None:
-        self._say_bye()
+        self._send_bye()
         self._done = True
 
-    def _say_bye(self) -> None:
+    def _send_bye(self) -> None:
         self._hub.send({"bye": 1})
 
-    def _hears(self, hub: Connection) -> None:
+    def _read_hub(self, hub: Connection) -> None:
         for message in hub.receive():
-            self._take(message)
+            self._handle(message)
         if hub.closed:
             self._selector.unregister(hub)
             self._lose_hub()
 
-    def _take(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         now = self._now()
         if "beat" in message:
             self._hub_beat, self._hub_heard = Beat.of_message(message["beat"]), now
@@ -56,10 +56,10 @@ class Member(Watcher):
             self._forget_files()
         elif "where" in message:
             rank = int(message["where"])
-            if (place := self._place_of(rank)) is not None:
+            if (place := self._position_of(rank)) is not None:
                 self._hub.send({"was": rank, "place": place})
         elif "verdict" in message:
-            self._end_by(Verdict.of_message(message["verdict"]), now + float(message["in"]))
+            self._schedule_end(Verdict.of_message(message["verdict"]), now + float(message["in"]))
         elif "leaving" in message:
             self._hub_left = True
         elif "over" in message:
@@ -69,25 +69,25 @@ class Member(Watcher):
         now = self._now()
         self._hub_is_gone = True
         if self._verdict is not None:
-            self._end_by(self._verdict, now + AFTER_HUB)
+            self._schedule_end(self._verdict, now + AFTER_HUB)
         elif not self._leaving and not self._hub_left:
-            place = self._place_of(0) or self._hub_beat.place
-            line = f"{self._cards[0].name} lost {place}: {UNSAID}"
-            self._end_by(Verdict("lost", (0,), line), now)
+            place = self._position_of(0) or self._hub_beat.place
+            line = f"{self._cards[0].name} lost {place}: {NO_MESSAGE}"
+            self._schedule_end(Verdict("lost", (0,), line), now)
 
     def _judge(self, now: float) -> None:
         if self._verdict is not None:
             return
         name, silent = self._cards[0].name, now - self._hub_heard
-        beat = self._look(0, self._hub_beat) if silent > SILENT else self._hub_beat
+        beat = self._refresh_beat(0, self._hub_beat) if silent > SILENT_SECONDS else self._hub_beat
         if not self._hub_left and beat.limit is not None and silent > beat.limit:
             self._kill(0)
-            self._end_by(Verdict("frozen", (0,), without_life(name, silent, beat.place)), now)
+            self._schedule_end(Verdict("frozen", (0,), frozen_line(name, silent, beat.place)), now)
         limit, waited = self._own_limit(), now - self._progressed
         if self._hub_is_gone and limit is not None and waited > limit:
             own = f"{self._cards[self.rank].name} made no progress for {waited:.0f} s"
             line = f"{name} ended, and {own}, {self._position.place}"
-            self._end_by(Verdict("left", (0,), line), now)
+            self._schedule_end(Verdict("left", (0,), line), now)
 
     def _close(self) -> None:
         super()._close()

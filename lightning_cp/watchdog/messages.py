@@ -1,4 +1,4 @@
-"""Messages of ranks about themselves: signs of life, errors, and who failed."""
+"""Messages of the watchdog: heartbeats, errors, verdicts, and the socket protocol that carries them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lightning_cp.error_display import short_line_of
 from lightning_cp.errors import LightningCPError, RankFailure, without_home
 from lightning_cp.watchdog.phase import PhasePosition
 
-LONGEST = 20_000
-"""Characters of a traceback that are passed on: the last ones."""
+MAX_TRACEBACK_CHARS = 20_000
+"""Characters of a traceback that are sent: the last ones."""
 
-OWN, TOLD, BROKEN = "own", "told", "broken"
+OWN, COMMON, BROKEN = "own", "told", "broken"
 _CLOSED = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection refused|timed? ?out|gloo|nccl|remote process",
     re.IGNORECASE,
@@ -30,7 +30,7 @@ _CLOSED = re.compile(
 
 @dataclass(frozen=True)
 class Card:
-    """The facts that ranks know of each other."""
+    """The identity of a rank, known to all ranks."""
 
     rank: int
     name: str
@@ -38,41 +38,41 @@ class Card:
     machine: str
     pid: int
     path: str
-    """Where its position is to be read, on its machine."""
+    """Path of its position file, on its machine."""
     output: str = ""
-    """What its standard error goes to, on its machine; ranks that were started together may share it."""
+    """Identity of its standard error on its machine; ranks that were started together may share it."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """A rank's message about an error that it has."""
+    """A rank's report of its own error."""
 
     error: str
     """``ValueError: no such file``."""
     traceback: str = ""
     kind: str = OWN
-    """``told``: every rank raises, as all were told of some rank's error; ``broken``: it looks as if another
-    rank had failed before, as a connection was closed."""
+    """``own``: the rank's own error; ``told``: an error that every rank raises, since ranks agreed on
+    it; ``broken``: likely a consequence of another rank's failure, as a connection was closed."""
     place: PhasePosition = field(default_factory=PhasePosition)
     is_shown: bool = False
-    """The rank shows its message as the last of all, so that others only name it."""
+    """True if the rank shows its message last, after the verdict line."""
 
     @classmethod
     def of_error(cls, error: BaseException, place: PhasePosition) -> Note:
-        """Of what this rank's main thread has raised."""
-        text = "".join(traceback.format_exception(error))[-LONGEST:]
+        """Make a note of an error that this rank's main thread raised."""
+        text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARS:]
         is_shown = isinstance(error, LightningCPError)
         line = "".join(traceback.format_exception_only(error)).strip().splitlines()[0][:2000]
         line = short_line_of(error) if is_shown else line
-        return cls(without_home(line), without_home(text), _kind(error), place, is_shown)
+        return cls(without_home(line), without_home(text), _kind_of_error(error), place, is_shown)
 
     def as_message(self) -> list[Any]:
-        """For the wire."""
+        """Return a list that JSON can encode."""
         return [self.error, self.traceback, self.kind, list(self.place), self.is_shown]
 
     @classmethod
     def of_message(cls, message: list[Any]) -> Note:
-        """From the wire."""
+        """Read what ``as_message`` returned."""
         error, text, kind, place, is_shown = message
         return cls(
             str(error), str(text), str(kind), PhasePosition(*map(int, place)), bool(is_shown)
@@ -81,27 +81,27 @@ class Note:
 
 @dataclass(frozen=True)
 class Beat:
-    """A rank's message about itself, sent all the time."""
+    """A rank's heartbeat, sent every half second."""
 
     count: int = 0
-    """Grows with every sign of progress."""
+    """Number of signs of progress since the run began."""
     since: int = 0
-    """Of these, since the micro-batch began."""
+    """Number of signs of progress since the micro-batch began."""
     place: PhasePosition = field(default_factory=PhasePosition)
     limit: float | None = None
-    """Seconds without any progress that it allows now."""
+    """Seconds without progress that the rank allows at its present position; ``None``: no limit."""
     stack: str = ""
-    """Where its main thread is, if it has stood there for long."""
-    within: str = ""
-    """The module that it is calling, of those that all ranks have to call together."""
+    """Stack of its main thread, if it made no progress for half of the limit."""
+    module_call: str = ""
+    """The module that it is calling, of those that all ranks must call together."""
 
     def as_message(self) -> list[Any]:
-        """For the wire."""
-        return [self.count, self.since, list(self.place), self.limit, self.stack, self.within]
+        """Return a list that JSON can encode."""
+        return [self.count, self.since, list(self.place), self.limit, self.stack, self.module_call]
 
     @classmethod
     def of_message(cls, message: list[Any]) -> Beat:
-        """From the wire."""
+        """Read what ``as_message`` returned."""
         count, since, place, limit, stack, within = message
         limit = None if limit is None else float(limit)
         at = PhasePosition(*map(int, place))
@@ -110,15 +110,15 @@ class Beat:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The message to all ranks.
+    """The decision which rank failed, sent to all ranks.
 
     Args:
-        kind: ``lost`` (its process is gone), ``left`` (it has ended in good order, and others go on),
-            ``raised``, ``frozen`` (no sign of life) or ``stuck`` (all live, and none goes on).
-        ranks: who failed.
-        line: what every other rank prints last.
-        details: a traceback, or stacks, if there are any.
-        is_shown: who failed shows it after this line.
+        kind: ``lost`` (its process is gone), ``left`` (it ended in good order, others have not),
+            ``raised``, ``frozen`` (no heartbeat) or ``stuck`` (all are alive, none makes progress).
+        ranks: the ranks that failed.
+        line: the last line that every other rank prints.
+        details: a traceback or stacks, or empty.
+        is_shown: the failed rank shows its error after this line.
     """
 
     kind: str
@@ -128,55 +128,55 @@ class Verdict:
     is_shown: bool = False
 
     @property
-    def stands(self) -> bool:
-        """Ranks live, and wait for each other: details are their stacks."""
+    def is_standstill(self) -> bool:
+        """True if ranks are alive and wait for each other; ``details`` are then their stacks."""
         return self.kind in ("stuck", "left")
 
     def as_message(self) -> list[Any]:
-        """For the wire."""
+        """Return a list that JSON can encode."""
         return [self.kind, list(self.ranks), self.line, self.details, self.is_shown]
 
     @classmethod
     def of_message(cls, message: list[Any]) -> Verdict:
-        """From the wire."""
+        """Read what ``as_message`` returned."""
         kind, ranks, line, details, is_shown = message
         return cls(str(kind), tuple(map(int, ranks)), str(line), str(details), bool(is_shown))
 
 
-def _kind(error: BaseException) -> str:
+def _kind_of_error(error: BaseException) -> str:
     if isinstance(error, RankFailure):
-        return TOLD
+        return COMMON
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
-        if _is_of_a_connection(cause):
+        if _is_connection_error(cause):
             return BROKEN
         cause = cause.__cause__ or cause.__context__
     return OWN
 
 
-def _is_of_a_connection(error: BaseException) -> bool:
+def _is_connection_error(error: BaseException) -> bool:
     if isinstance(error, (dist.DistError, ConnectionError)):
         return True
     return type(error) is RuntimeError and bool(_CLOSED.search(str(error)))
 
 
-# Short messages between watchers: JSON with its length in front, never pickles.
+# Messages between watchers: JSON behind a 4-byte length. Never pickles.
 
 
 Message = dict[str, Any]
 _LENGTH = struct.Struct("<I")
-LIMIT = 256 * 1024
-"""Bytes of a message; more is no message of ours."""
+MAX_MESSAGE_BYTES = 256 * 1024
+"""Largest message in bytes; a longer one cannot come from a watcher."""
 PATIENCE = 2.0
-"""Seconds that a receiver's full buffer is waited for."""
+"""Seconds to wait while a receiver's buffer is full."""
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Connection:
-    """One connection."""
+    """A socket that sends and receives framed JSON messages."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -184,23 +184,24 @@ class Connection:
         self.closed = False
         connection.settimeout(PATIENCE)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        kept(connection)
+        close_in_children(connection)
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the descriptor, for selectors."""
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Send, unless the other side is gone, which shows when it is read from."""
+        """Send a message. If the other side is gone, set ``closed``."""
         data = json.dumps(message, ensure_ascii=False).encode(errors="backslashreplace")
-        assert len(data) <= LIMIT
+        assert len(data) <= MAX_MESSAGE_BYTES
         try:
             self._socket.sendall(_LENGTH.pack(len(data)) + data)
         except OSError:
             self.closed = True
 
     def receive(self) -> list[Message]:
-        """What has come, once a selector says so; ``closed`` is set where nothing will come any more."""
+        """Return the messages that have arrived, after a selector reported data; set ``closed`` at the
+        end of the stream."""
         try:
             data = self._socket.recv(1 << 16)
         except TimeoutError:
@@ -217,8 +218,8 @@ class Connection:
         while len(self._received) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._received)
             end = _LENGTH.size + length
-            if length > LIMIT:
-                self.closed = True  # a stranger
+            if length > MAX_MESSAGE_BYTES:
+                self.closed = True  # not from a watcher
                 self._received.clear()
             if len(self._received) < end:
                 break
@@ -234,12 +235,12 @@ class Connection:
         return found
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the socket."""
         self._socket.close()
 
 
-def kept(connection: socket.socket) -> socket.socket:
-    """A socket that children forked from now on (workers of loaders) do not hold open."""
+def close_in_children(connection: socket.socket) -> socket.socket:
+    """Have children that are forked later (loader workers) close this socket; return it."""
     _open.add(connection)
     return connection
 

@@ -1,8 +1,8 @@
-"""Where a rank is in its training: written at every change, readable by others once the rank is dead.
+"""Training position of a rank, in a small mapped file that other ranks can read after it died.
 
-A rank that is killed says nothing any more. So its position lies in a small file that it has mapped into
-memory, where writing takes less than a microsecond and makes no system call, and that outlives it. The other
-ranks of its machine have the file open; it has no name any more once all of them do.
+A killed rank cannot report. So its position is in a file that it has mapped into memory: writing takes
+less than a microsecond and no system call, and the file outlives the process. The other ranks of the
+machine hold it open; once all of them do, it is unlinked.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Phase(IntEnum):
 
 
 STEPS = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
-_SHOWN = {
+_PHASE_TEXTS = {
     Phase.SETUP: "in setup",
     Phase.LOAD: "in loading a checkpoint",
     Phase.BETWEEN_STEPS: "between steps",
@@ -54,17 +54,17 @@ _TOKEN = 16
 
 
 class PhasePosition(NamedTuple):
-    """A position at one moment."""
+    """A position of training: step, micro-batch and phase."""
 
     step: int = 0
-    """Of training, counted from 1; 0 before the first."""
+    """Training step, counted from 1; 0 before the first."""
     micro_batch: int = 0
-    """Of the step, counted from 1."""
+    """Micro-batch within the step, counted from 1."""
     phase: int = Phase.SETUP
 
     def __str__(self) -> str:
         phase = Phase(self.phase)
-        where = _SHOWN.get(phase, f"in {phase.name.lower()}")
+        where = _PHASE_TEXTS.get(phase, f"in {phase.name.lower()}")
         several = f" of micro-batch {self.micro_batch}" if self.micro_batch > 1 else ""
         if phase in STEPS:
             return f"at step {self.step}, {where}{several}"
@@ -72,51 +72,52 @@ class PhasePosition(NamedTuple):
 
 
 class Position:
-    """This rank's own; changed by its main thread, and counted up by any.
+    """This rank's position: the main thread changes it, any thread may count progress.
 
-    ``count`` grows with every sign of progress (an increment that two threads make at once may be lost);
-    ``began`` is what it was when the micro-batch began.
+    ``count`` grows with every sign of progress (if two threads increment it at once, one may be lost);
+    ``began`` is its value at the start of the micro-batch.
     """
 
     def __init__(self) -> None:
         self.count = self.began = 0
         self.place = PhasePosition()
         self.is_first = True
-        """No step has ended yet, so that things are made and compiled."""
+        """True until the first step has ended: things are still built and compiled."""
         self._stepped = True
         self._slot: Slot | None = None
         self._numbers: Counter[str] = Counter()
         self._calls: list[str] = []
 
     def connect(self, slot: Slot | None) -> None:
-        """Write every change there, too."""
+        """Write every change to this slot, too."""
         self._slot = slot
         self._write(self.place)
 
     def restart(self) -> None:
-        """A run begins."""
+        """Set the position to the start of a run."""
         self._stepped = self.is_first = True
         self.enter(Phase.SETUP)
 
     def progress(self, *_: Any) -> None:
-        """Something was done; also a hook for anything."""
+        """Count progress; accepts any arguments, so that it can be a hook."""
         self.count += 1
 
     def call(self, name: str) -> None:
-        """A module is called that all ranks have to call together."""
+        """Record the call of a module that all ranks must call together."""
         self.count += 1
         self._numbers[name] += 1
         self._calls.append(f"call {self._numbers[name]} of {name}")
 
     def end_call(self) -> None:
-        """The module that was called last returns."""
+        """Record that the module that was called last returned."""
         if self._calls:
             self._calls.pop()
 
     @property
-    def within(self) -> str:
-        """``call 2 of model.layers.3``: where this rank is, counted since its phase began, or nothing."""
-        calls = self._calls[-1:]  # at once, as the watcher's thread reads it
+    def module_call(self) -> str:
+        """The call in progress, as in ``call 2 of model.layers.3``, counted since its phase began; or
+        empty."""
+        calls = self._calls[-1:]  # one read, as the watcher's thread also reads it
         return calls[0] if calls else ""
 
     def _forget_calls(self) -> None:
@@ -124,10 +125,10 @@ class Position:
         self._calls.clear()
 
     def begin_micro_batch(self, after: int | None = None) -> None:
-        """A training batch is there, and goes forward.
+        """Record that a training batch goes forward.
 
         Args:
-            after: steps before this one, where somebody else counts them.
+            after: number of steps before this one, where the caller counts them.
         """
         step, micro_batch, _ = self.place
         if self._stepped:
@@ -138,21 +139,21 @@ class Position:
         self._write(PhasePosition(step, micro_batch + 1, Phase.FORWARD))
 
     def enter(self, phase: Phase) -> None:
-        """The rank does something else from now on."""
+        """Change the phase."""
         if phase not in STEPS:
             self._forget_calls()
         self._write(self.place._replace(phase=phase))
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """A block in which the rank does something else; what raises stays there."""
+        """Set the phase within a block and restore it afterwards; after an error it stays."""
         before = self.place.phase
         self.enter(phase)
         yield
         self.enter(Phase(before))
 
     def end_step(self) -> None:
-        """An optimizer has stepped."""
+        """Record that an optimizer has stepped."""
         self._stepped, self.is_first = True, False
         self.enter(Phase.BETWEEN_STEPS)
 
@@ -164,14 +165,14 @@ class Position:
 
 
 class Slot:
-    """A position in a file of this machine.
+    """A position in a file on this machine.
 
     Args:
-        path: an existing one, to be read; by default a new one is made.
-        token: what it must begin with.
+        path: an existing file to read; by default a new one is made.
+        token: the bytes that the file begins with.
 
     Raises:
-        OSError: it cannot be made or read, or is another one.
+        OSError: the file cannot be made or read, or begins with another token.
     """
 
     def __init__(self, path: str = "", token: bytes = b"") -> None:
@@ -193,87 +194,87 @@ class Slot:
             raise OSError(f"{path} is not the file that was meant")
 
     def write(self, place: PhasePosition, *, is_first: bool = False) -> None:
-        """The position from now on, and whether no step has ended yet."""
+        """Write a position, and whether no step has ended yet."""
         with suppress(ValueError):  # closed in this moment
             _SLOT.pack_into(self._map, _TOKEN, *place, is_first)
 
     def read(self) -> PhasePosition:
-        """The position now, or when its rank died."""
+        """Return the position: the present one, or that at its rank's death."""
         return PhasePosition(*_SLOT.unpack_from(self._map, _TOKEN)[:3])
 
     @property
     def is_first(self) -> bool:
-        """True if no step had ended then."""
+        """True if no step had ended."""
         return bool(_SLOT.unpack_from(self._map, _TOKEN)[3])
 
     def unlink(self) -> None:
-        """Nobody else will look for it."""
+        """Remove the file's name; those that have it open can still read it."""
         with suppress(OSError):
             Path(self.path).unlink()
 
     def close(self) -> None:
-        """Let go of it."""
+        """Unmap the file."""
         self._map.close()
 
 
-# Signs of life from work that takes long and knows of no run: files that are read, hashed and written.
+# Signs of life from long file operations that know of no run: reading, hashing and writing.
 #
-# A file system may be slow for longer than any limit. As long as bytes move, nobody hangs: whoever moves
-# them says so after every piece, and every run of this process that is watched counts that as its progress.
+# A file system may be slower than any limit. As long as bytes move, the rank does not hang: the operation
+# signals after every piece, and each watched run of this process counts that as progress.
 
 
 PIECE = 16 * 2**20
 """Bytes after which a sign is given at the latest."""
 
-_watched: tuple[Position, ...] = ()  # replaced as a whole, as other threads go through it
+_watched: tuple[Position, ...] = ()  # replaced as a whole, as other threads iterate over it
 
 
 def sign_of_life() -> None:
-    """Something was done; from any thread."""
+    """Count progress for every watched run; callable from any thread."""
     for position in _watched:
         position.progress()
 
 
 def pieces(data: memoryview) -> Iterator[memoryview]:
-    """Bytes to be written piece by piece, with a sign after each."""
+    """Split bytes into pieces to write, with a sign of life after each."""
     for start in range(0, len(data), PIECE):
         yield data[start : start + PIECE]
         sign_of_life()
 
 
 def count(position: Position) -> None:
-    """From now on signs of life are this run's progress."""
+    """Count signs of life as this run's progress from now on."""
     global _watched
     ignore(position)
     _watched = (*_watched, position)
 
 
 def ignore(position: Position) -> None:
-    """The run has ended."""
+    """Stop counting signs of life for this run."""
     global _watched
     _watched = tuple(each for each in _watched if each is not position)
 
 
-# Signs of progress within a step, for ranks that are slow and not stuck: gradients that have arrived, and
-# attention modules that were called where no attention is intercepted.
+# Signs of progress within a step, which tell slow ranks from stuck ones: gradients that arrived, and calls
+# of attention modules where no attention is intercepted.
 
 
 _ATTENTION = re.compile(r"(Attention|Attn)(Layer|Block)?(V?\d+)?$")
 
 
 class ProgressHooks:
-    """Hooks of one run."""
+    """The progress hooks of one run."""
 
     def __init__(self, position: Position) -> None:
         self._position = position
         self._hooks: list[Callable[[], None]] = []
 
     def follow(self, module: nn.Module, *, attention: bool) -> None:
-        """Count what happens in a module from now on.
+        """Count progress in a module from now on.
 
         Args:
-            module: as it is called, wrapped for data parallelism.
-            attention: calls of attention modules count, as nobody else counts attention.
+            module: the wrapped module that the training step calls.
+            attention: also count calls of attention modules, where attention is not intercepted.
         """
         count = self._position.progress
         for parameter in module.parameters():
@@ -295,7 +296,7 @@ class ProgressHooks:
                 self._hooks.append(add_hook(part.register_forward_pre_hook, self._called))
 
     def _follow_calls(self, name: str, part: nn.Module) -> None:
-        """Note calls before FSDP's own hook, which waits for the other ranks."""
+        """Record calls before FSDP's hook, which waits for the other ranks."""
 
         def begin(*_: Any) -> None:
             if not torch.compiler.is_compiling():
@@ -309,11 +310,11 @@ class ProgressHooks:
         self._hooks.append(add_hook(part.register_forward_hook, end))
 
     def begin_with(self, module: nn.Module) -> None:
-        """A forward pass of this module begins a micro-batch, where nothing else does."""
+        """Begin a micro-batch at each training forward of this module, where nothing else marks it."""
         self._hooks.append(add_hook(module.register_forward_pre_hook, self._begins))
 
     def forget(self) -> None:
-        """Take all hooks back."""
+        """Remove all hooks."""
         while self._hooks:
             self._hooks.pop()()
 

@@ -1,4 +1,4 @@
-"""The watcher of rank 0: where all others report, and where it is found out who failed."""
+"""Rank 0's watcher: all other ranks report to it, and it decides which rank failed."""
 
 from __future__ import annotations
 
@@ -9,24 +9,33 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_cp.watchdog.attribution import Judge
-from lightning_cp.watchdog.messages import Beat, Connection, Message, Note, Verdict, kept
+from lightning_cp.watchdog.messages import (
+    Beat,
+    Connection,
+    Message,
+    Note,
+    Verdict,
+    close_in_children,
+)
 from lightning_cp.watchdog.phase import PhasePosition
 from lightning_cp.watchdog.thread import GRACE, PERIOD, Watcher
 
 
 class Hub(Watcher):
-    """Takes reports from whoever knows the job's token."""
+    """The watcher of rank 0; accepts connections that present the job's token."""
 
     def __init__(self, *args: Any, listener: socket.socket, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._judges = Judge([card.name for card in self._cards], self._now(), self._look)
+        self._failure_judge = Judge(
+            [card.name for card in self._cards], self._now(), self._refresh_beat
+        )
         self._links: dict[int, Connection] = {}
-        self._strangers: list[Connection] = []
+        self._unidentified: list[Connection] = []
         self._asked: dict[int, float] = {}
-        self._said: Verdict | None = None
-        self._said_now = self._said_leaving = False
+        self._announced: Verdict | None = None
+        self._ended_grace = self._announced_leave = False
         listener.setblocking(False)
-        self._listener = kept(listener)
+        self._listener = close_in_children(listener)
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
     # -- who is there -----------------------------------------------------------------------------
@@ -35,36 +44,36 @@ class Hub(Watcher):
         with suppress(OSError):
             connection, _ = listener.accept()
             link = Connection(connection)
-            self._strangers.append(link)
-            self._selector.register(link, selectors.EVENT_READ, self._hears_stranger)
+            self._unidentified.append(link)
+            self._selector.register(link, selectors.EVENT_READ, self._read_hello)
 
-    def _hears_stranger(self, link: Connection) -> None:
-        """Hear from a connection that has not said yet which rank it is."""
+    def _read_hello(self, link: Connection) -> None:
+        """Read from a connection that has not named its rank yet."""
         messages = link.receive()
         if not messages and not link.closed:
             return
         self._selector.unregister(link)
-        self._strangers.remove(link)
+        self._unidentified.remove(link)
         rank = self._rank_of(messages[0] if messages else {})
         if rank is None:
             link.close()
             return
         self._links[rank] = link
-        self._selector.register(link, selectors.EVENT_READ, self._hears)
+        self._selector.register(link, selectors.EVENT_READ, self._read_link)
         for message in messages[1:]:
-            self._take(rank, message)
+            self._handle(rank, message)
         if len(self._links) == len(self._cards) - 1:
             self._selector.unregister(self._listener)
             self._listener.close()
-            self._cut_strangers_off()
+            self._close_unidentified()
             self._forget_files()
-            self._all({"ready": 1})
+            self._send_to_all({"ready": 1})
 
-    def _cut_strangers_off(self) -> None:
-        for link in self._strangers:
+    def _close_unidentified(self) -> None:
+        for link in self._unidentified:
             self._selector.unregister(link)
             link.close()
-        self._strangers.clear()
+        self._unidentified.clear()
 
     def _rank_of(self, hello: Message) -> int | None:
         rank = hello.get("rank")
@@ -72,37 +81,40 @@ class Hub(Watcher):
             return None
         return rank if 0 < rank < len(self._cards) and rank not in self._links else None
 
-    def _hears(self, link: Connection) -> None:
+    def _read_link(self, link: Connection) -> None:
         rank = next(rank for rank, known in self._links.items() if known is link)
         for message in link.receive():
-            self._take(rank, message)
+            self._handle(rank, message)
         if link.closed:
             self._selector.unregister(link)
             link.close()
             del self._links[rank]
-            self._lose(rank)
+            self._lose_rank(rank)
 
-    def _take(self, rank: int, message: Message) -> None:
+    def _handle(self, rank: int, message: Message) -> None:
         now = self._now()
         if "beat" in message:
-            self._judges.beats(rank, Beat.of_message(message["beat"]), now)
+            self._failure_judge.record_beat(rank, Beat.of_message(message["beat"]), now)
         elif "note" in message:
-            self._judges.notes(rank, Note.of_message(message["note"]), now)
+            self._failure_judge.record_note(rank, Note.of_message(message["note"]), now)
         elif "shows" in message:
-            self._judges.shows(rank)
+            self._failure_judge.record_shown(rank)
         elif "bye" in message:
-            self._judges.leaves(rank)
+            self._failure_judge.record_leave(rank)
         elif "was" in message:
             asked = int(message["was"])
             if self._asked.pop(asked, None) is not None:
-                self._judges.goes(asked, PhasePosition(*map(int, message["place"])))
+                self._failure_judge.record_disconnect(
+                    asked, PhasePosition(*map(int, message["place"]))
+                )
 
-    def _lose(self, rank: int) -> None:
-        """Where it was can be read here, or by a rank of its machine, or is known from its last beat."""
-        place, machine = self._place_of(rank), self._cards[rank].machine
+    def _lose_rank(self, rank: int) -> None:
+        """Find the lost rank's position: read it here, or ask a rank of its machine, or use its last
+        heartbeat."""
+        place, machine = self._position_of(rank), self._cards[rank].machine
         others = [other for other in self._links if self._cards[other].machine == machine]
         if place is not None or not others:
-            self._judges.goes(rank, place)
+            self._failure_judge.record_disconnect(rank, place)
             return
         self._asked[rank] = self._now()
         for other in others:
@@ -110,63 +122,63 @@ class Hub(Watcher):
 
     # -- what is said -----------------------------------------------------------------------------
 
-    def _tell_beat(self, beat: Beat, now: float) -> None:
-        self._judges.beats(0, beat, now)
-        self._all({"beat": replace(beat, stack="").as_message()})
+    def _send_beat(self, beat: Beat, now: float) -> None:
+        self._failure_judge.record_beat(0, beat, now)
+        self._send_to_all({"beat": replace(beat, stack="").as_message()})
 
-    def _tell_note(self, note: Note, now: float) -> None:
-        self._judges.notes(0, note, now)
+    def _send_note(self, note: Note, now: float) -> None:
+        self._failure_judge.record_note(0, note, now)
 
-    def _tell_shown(self) -> None:
-        self._judges.shows(0)
+    def _send_shown(self) -> None:
+        self._failure_judge.record_shown(0)
 
     def _leave(self) -> None:
-        """The thread serves the others for as long as they are there."""
-        self._judges.leaves(0)
-        if not self._said_leaving:
-            self._said_leaving = True
-            self._all({"leaving": 1})
+        """Announce the end; the thread serves the others until they are gone."""
+        self._failure_judge.record_leave(0)
+        if not self._announced_leave:
+            self._announced_leave = True
+            self._send_to_all({"leaving": 1})
         self._done = self._done or not self._links
 
     def _judge(self, now: float) -> None:
         for rank, asked in list(self._asked.items()):
-            if now - asked > PERIOD:  # nobody knows
+            if now - asked > PERIOD:  # no rank answered
                 del self._asked[rank]
-                self._judges.goes(rank)
-        if self._judges.all_know:
-            self._all({"over": 1})
+                self._failure_judge.record_disconnect(rank)
+        if self._failure_judge.all_informed:
+            self._send_to_all({"over": 1})
             self._done = True
-        elif self._said is None:
-            self._pronounce(self._judges.verdict(now), now)
-        elif self._said.kind == "raised" and not self._said_now:
-            self._hurry(self._said, now)
+        elif self._announced is None:
+            self._announce(self._failure_judge.verdict(now), now)
+        elif self._announced.kind == "raised" and not self._ended_grace:
+            self._end_grace(self._announced, now)
 
-    def _pronounce(self, verdict: Verdict | None, now: float) -> None:
-        """Tell everybody who failed, once."""
+    def _announce(self, verdict: Verdict | None, now: float) -> None:
+        """Send the verdict to all ranks, once."""
         if verdict is None:
             return
-        self._said = verdict
+        self._announced = verdict
         self._broadcast(verdict, GRACE if verdict.kind == "raised" else 0.0, now)
         if verdict.kind == "frozen":
             for rank in verdict.ranks:
                 self._kill(rank)
 
-    def _hurry(self, said: Verdict, now: float) -> None:
-        """Once who has raised has shown it, nobody has to wait any more."""
-        if self._judges.raisers_are_gone(said.ranks):
-            self._said_now = True
+    def _end_grace(self, said: Verdict, now: float) -> None:
+        """End the waiting once the ranks that raised have shown their errors."""
+        if self._failure_judge.raisers_are_gone(said.ranks):
+            self._ended_grace = True
             self._broadcast(said, 0.0, now)
 
     def _broadcast(self, verdict: Verdict, grace: float, now: float) -> None:
-        self._all({"verdict": verdict.as_message(), "in": grace})
-        self._end_by(verdict, now + grace)
+        self._send_to_all({"verdict": verdict.as_message(), "in": grace})
+        self._schedule_end(verdict, now + grace)
 
-    def _all(self, message: Message) -> None:
+    def _send_to_all(self, message: Message) -> None:
         for link in list(self._links.values()):
             link.send(message)
 
     def _close(self) -> None:
         super()._close()
         self._listener.close()
-        for link in [*self._links.values(), *self._strangers]:
+        for link in [*self._links.values(), *self._unidentified]:
             link.close()

@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "head dim": ({"q": Q[..., :6]}, "head dim 6: it takes multiples of 8 up to 256"),
     "another width of v": (
         {"v": torch.zeros(2, 8, 4, 16, dtype=torch.bfloat16)},
-        "head dim 16 of v beside 8 of q and k: it takes equal ones",
+        "head dim 16 of v with 8 of q and k: it takes equal ones",
     ),
     "window": (
         {"spec": AttentionSpec(window=(5, 0))},
@@ -161,7 +161,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "alibi": ({"spec": AttentionSpec(alibi_slopes=torch.ones(4))}, "alibi: it has no such"),
     "sinks": ({"spec": AttentionSpec(sinks=torch.ones(4))}, "sinks: it has no such scores"),
     "largest scores": ({"max_logits": True}, "return_max_logits=True: it does not return them"),
-    "a kernel": ({"kernel": "reference"}, "kernel='reference': it has a kernel of its own"),
+    "a kernel": ({"kernel": "reference"}, "kernel='reference': it has its own kernel"),
     "no ring": ({"layout": SequenceLayout(32, 1, 4)}, "ring_size=1: there is no ring to delegate"),
     "padding": (
         {"layout": SequenceLayout(30, 2, 2)},

@@ -14,7 +14,7 @@ from lightning_cp.bench.__main__ import bench
 from lightning_cp.bench.methods import AttentionCase, ContextParallelMethod, Step
 from lightning_cp.bench.modes import ModeRow, measure_modes, row_of
 from lightning_cp.bench.processes import TorchrunRank, torchrun_rank
-from lightning_cp.bench.selection import chosen_ways
+from lightning_cp.bench.selection import chosen_methods
 from lightning_cp.bench.settings import SUITES, BenchSettings
 from lightning_cp.errors import ConfigError
 from tests.bench.configured import TINY, plain, settings_of
@@ -45,7 +45,7 @@ REFUSED = [
     (("tokens=[1024,0.5]",), "tokens must be an integer of at least 1, or auto; got 0.5"),
     (
         ("heads=8", "kv_heads=3"),
-        "heads=8 is no multiple of kv_heads=3.* kv_heads may be 1, 2, 4, 8",
+        "heads=8 is not a multiple of kv_heads=3.* kv_heads may be 1, 2, 4, 8",
     ),
     (
         ("heads=3", "kv_heads=3", "devices=2", "modes=ulysses"),
@@ -181,7 +181,7 @@ def test_ways_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def names(modes: str) -> list[str]:
         settings = settings_of("device=cpu", "devices=4", f"modes={modes}")
-        return [way.name for way in chosen_ways(settings, settings.cases(4)[0])]
+        return [way.name for way in chosen_methods(settings, settings.cases(4)[0])]
 
     assert names("ring") == ["zigzag ring"]
     assert names("hybrid") == names("[hybrid 2x2]") == ["hybrid 2x2"]
@@ -202,7 +202,7 @@ def test_ways_of_packed_documents_have_the_name_of_their_layout() -> None:
     """As in the side-by-side tables, where ``zigzag ring`` is zigzag for packed documents too."""
     settings = settings_of("device=cpu", "devices=4", "modes=[hybrid,zigzag ring,zigzag_llama3]")
     case = settings.masked(settings.cases(4)[0], "packed")
-    ways = [way for way in chosen_ways(settings, case) if isinstance(way, ContextParallelMethod)]
+    ways = [way for way in chosen_methods(settings, case) if isinstance(way, ContextParallelMethod)]
     assert [way.name for way in ways[:3]] == [
         "hybrid 2x2, balanced",
         "balanced ring",
@@ -210,5 +210,5 @@ def test_ways_of_packed_documents_have_the_name_of_their_layout() -> None:
     ]
     assert {way.sequence_layout(case).kind for way in ways} == {"balanced"}
     again = settings_of("device=cpu", "devices=4", "modes=balanced ring")
-    assert [way.name for way in chosen_ways(again, case)] == ["balanced ring"]
-    assert [way.name for way in chosen_ways(again, again.cases(4)[0])] == ["zigzag ring"]
+    assert [way.name for way in chosen_methods(again, case)] == ["balanced ring"]
+    assert [way.name for way in chosen_methods(again, again.cases(4)[0])] == ["zigzag ring"]

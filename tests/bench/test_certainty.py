@@ -56,5 +56,5 @@ def test_one_repeat() -> None:
     assert Figure.of([2.0, 3.0, 2.5]) == Figure(2.0, 0.5, 2.5)
     assert largest_spread([0.1, 0.3]) == 0.3
     assert largest_spread([0.1, None]) is None
-    assert "Of one repeat nobody" in _repeats(settings_of(*TINY, "repeats=1"))
+    assert "One repeat gives no spread" in _repeats(settings_of(*TINY, "repeats=1"))
     assert "one repeat" not in _repeats(settings_of(*TINY))

@@ -15,7 +15,7 @@ from lightning_cp.bench.timers import Figure
 REFUSED = [
     (["--tokens", "1001", "--ranks", "2"], "tokens=1001 does not divide .* 1000 or 1004 works"),
     (["--tokens", "66", "512", "--ranks", "3"], "tokens=512 does not divide .* each of 3 ranks"),
-    (["--kv-heads", "3"], "heads=8 is no multiple of kv_heads=3"),
+    (["--kv-heads", "3"], "heads=8 is not a multiple of kv_heads=3"),
 ]
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from benchmarks.op_counts import Counts
 from lightning_cp.comm.all_gather import start_all_gather
-from lightning_cp.comm.consensus import agree
+from lightning_cp.comm.consensus import check_equal
 from tests.pool import run_ranks
 
 RANKS = 3
@@ -22,7 +22,7 @@ def counted(rank: int, world_size: int) -> list[tuple[int, int]]:
     x, whole = torch.randn(5), torch.empty(5 * world_size)
     lists = list(whole.split(5))
     calls = [
-        lambda: agree({"tokens": 3}, group, what="call"),
+        lambda: check_equal({"tokens": 3}, group, what="call"),
         lambda: dist.all_gather(lists, x),
         lambda: dist.all_gather([torch.empty(5).long() for _ in lists], x.long()),
         lambda: start_all_gather(x, group).wait(),

@@ -26,7 +26,7 @@ from lightning_cp.checkpoint.shard_file import Block
 from lightning_cp.checkpoint.sharded import ShardedSave
 from lightning_cp.comm.consensus import World
 from lightning_cp.errors import CheckpointError
-from lightning_cp.resume.record import _without_repetitions
+from lightning_cp.resume.record import _distinct
 from tests.checkpoint.meshes import mesh_of
 from tests.checkpoint.states import same, state_of
 from tests.pool import run_ranks
@@ -137,7 +137,7 @@ def saves_badly(rank: int, world: int) -> list[str]:
             [(ShardedSave, "copy", has_no_memory)],
             lambda: BackgroundSave(plan_save(state, Path("a"), form="sharded")[0]),
         ),
-        told_by(1, [], lambda: _without_repetitions(has_no_state if rank else bytes)),
+        told_by(1, [], lambda: _distinct(has_no_state if rank else bytes)),
     ]
     dist.barrier()
     assert list(Path().iterdir()) == []
@@ -245,7 +245,7 @@ def test_a_note_may_come_when_the_folder_has_its_name_already(
         return moved
 
     monkeypatch.setattr(Path, "replace", replace)
-    save.finish_alone(1.0)
+    save.finish_locally(1.0)
     assert sorted(x.name for x in target.iterdir()) == [
         "done-00001.json",
         "shard-00001-of-00002.safetensors",

@@ -76,4 +76,4 @@ def test_numbers_that_cannot_be_saved_are_named(says: str, odd: object) -> None:
         make_plain({"hyper_parameters": {"odd": odd}})
     made = make_plain({"hyper_parameters": {"odd": odd, "x": 1}}, may_lack=("hyper_parameters",))
     assert made.tree == {"hyper_parameters": {"x": 1}}
-    assert made.left_out == ["hyper_parameters.odd"]
+    assert made.unwritable == ["hyper_parameters.odd"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from lightning_cp.checkpoint.lazy_tree import Remainder
+from lightning_cp.checkpoint.lazy_tree import LazyEntries
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import save_checkpoint
 from lightning_cp.errors import CheckpointError
@@ -25,9 +25,9 @@ KEYS = ("state_dict", "nested", "global_step")
 FORMS = pytest.mark.parametrize("form", ["full", "sharded"])
 
 
-def left_of(target: Path, form: str) -> Remainder:
+def left_of(target: Path, form: str) -> LazyEntries:
     save_checkpoint(state_of(1), target, form=form)
-    return Remainder.of(open_checkpoint(target), KEYS)
+    return LazyEntries.of(open_checkpoint(target), KEYS)
 
 
 def wanted() -> dict[str, Any]:
@@ -55,7 +55,7 @@ def test_it_is_a_dictionary_of_what_was_saved(form: str, tmp_path: Path) -> None
         assert rest.popitem() == ("new", 1)
 
 
-WAYS: dict[str, Callable[[Remainder], Any]] = {
+WAYS: dict[str, Callable[[LazyEntries], Any]] = {
     "dict": dict,
     "**": lambda rest: {**rest},
     "keywords": lambda rest: (lambda **given: given)(**rest),
@@ -76,7 +76,7 @@ WAYS: dict[str, Callable[[Remainder], Any]] = {
 }
 
 
-def _updated(own: dict[str, Any], rest: Remainder) -> dict[str, Any]:
+def _updated(own: dict[str, Any], rest: LazyEntries) -> dict[str, Any]:
     own.update(rest)
     return own
 
@@ -84,7 +84,7 @@ def _updated(own: dict[str, Any], rest: Remainder) -> dict[str, Any]:
 @FORMS
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_whoever_takes_all_of_it_gets_values(
-    way: Callable[[Remainder], Any], form: str, tmp_path: Path
+    way: Callable[[LazyEntries], Any], form: str, tmp_path: Path
 ) -> None:
     """Much of Python looks into a dictionary past its methods, and would find what stands for a value."""
     made = way(left_of(tmp_path / "a", form))
@@ -111,7 +111,7 @@ def test_copies_are_apart_and_read_no_more_than_they_are_asked_for(tmp_path: Pat
 
 def test_what_is_equal_and_what_json_writes(tmp_path: Path) -> None:
     save_checkpoint({"a": {"x": [1, 2]}, "b": 3}, tmp_path / "a")
-    rest = Remainder.of(open_checkpoint(tmp_path / "a"), ["a", "b"])
+    rest = LazyEntries.of(open_checkpoint(tmp_path / "a"), ["a", "b"])
     assert rest == {"a": {"x": [1, 2]}, "b": 3}
     assert rest != {"a": 1}
     assert json.dumps(rest) == '{"a": {"x": [1, 2]}, "b": 3}'

@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 import torch.distributed as dist
 
-from lightning_cp.comm.consensus import agree, gather_lists_by_vote, tally, vote
+from lightning_cp.comm.consensus import all_equal, all_equal_sum, check_equal, gather_by_vote
 from lightning_cp.errors import BatchMismatchError
 from tests.attention.wire import Wire
 from tests.pool import expect_on_every_rank, run_ranks
@@ -18,7 +18,7 @@ Ballot = tuple[object, bool]
 
 def votes(rank: int, world_size: int, polls: list[list[Ballot]]) -> list[bool]:
     assert dist.group.WORLD is not None
-    return [vote(poll[rank][0], dist.group.WORLD, dissents=poll[rank][1]) for poll in polls]
+    return [all_equal(poll[rank][0], dist.group.WORLD, dissents=poll[rank][1]) for poll in polls]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -46,7 +46,8 @@ def tallies(
     assert dist.group.WORLD is not None
     of = (rank // size, size)
     return [
-        tally("call", dist.group.WORLD, number=10**rank, of=of, own=poll[rank]) for poll in polls
+        all_equal_sum("call", dist.group.WORLD, number=10**rank, of=of, own=poll[rank])
+        for poll in polls
     ]
 
 
@@ -60,7 +61,7 @@ def other_calls(rank: int, world_size: int) -> None:
     """The parts are each of one mind, but at different calls."""
     assert dist.group.WORLD is not None
     what = "batch" if rank < 2 else "loader"
-    assert tally(what, dist.group.WORLD, of=(rank // 2, 2), own="a") is None
+    assert all_equal_sum(what, dist.group.WORLD, of=(rank // 2, 2), own="a") is None
 
 
 def test_parts_at_different_calls_find_that_out() -> None:
@@ -70,9 +71,9 @@ def test_parts_at_different_calls_find_that_out() -> None:
 def at_different_calls(rank: int, world_size: int) -> None:
     assert dist.group.WORLD is not None
     if rank:
-        gather_lists_by_vote([1], dist.group.WORLD, what="names")
+        gather_by_vote([1], dist.group.WORLD, what="names")
     else:
-        agree({"tokens": 1}, dist.group.WORLD, what="batch")
+        check_equal({"tokens": 1}, dist.group.WORLD, what="batch")
 
 
 def test_ranks_at_different_calls_are_refused_on_every_rank() -> None:
@@ -83,8 +84,8 @@ def test_ranks_at_different_calls_are_refused_on_every_rank() -> None:
 def messages(rank: int, world_size: int) -> dict[str, int]:
     assert dist.group.WORLD is not None
     with Wire() as wire:
-        agree({"tokens": 1}, dist.group.WORLD, what="batch")
-        assert gather_lists_by_vote([1], dist.group.WORLD, what="names") == [[1]] * world_size
+        check_equal({"tokens": 1}, dist.group.WORLD, what="batch")
+        assert gather_by_vote([1], dist.group.WORLD, what="names") == [[1]] * world_size
     return wire.counts
 
 

@@ -14,7 +14,7 @@ from tests.compare.test_compare import command, compared
 
 
 def test_missing_folders(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"sweep=.*nothing is no folder"):
+    with pytest.raises(ConfigError, match=r"sweep=.*nothing is not a folder"):
         find_runs(str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match=r"has no run inside.*runs=\[folder,folder\]"):
         find_runs(str(tmp_path))

@@ -245,10 +245,10 @@ def test_classes_of_one_name_keep_their_modules(tmp_path: Path) -> None:
 
 
 def test_a_setting_that_is_none(runs: list[TrainRun]) -> None:
-    match = r"by=model.optimizer.target is no setting of adamw_0.1. .*: model.optimizer._target_"
+    match = r"by=model.optimizer.target is not a setting of adamw_0.1. .*: model.optimizer._target_"
     with pytest.raises(ConfigError, match=match):
         groups_of(runs, "model.optimizer.target")
-    match = "by=model.optimizer.nesterov is no setting of adamw_0.1"
+    match = "by=model.optimizer.nesterov is not a setting of adamw_0.1"
     with pytest.raises(ConfigError, match=match):
         groups_of(runs, "model.optimizer.nesterov")
 

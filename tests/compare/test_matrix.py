@@ -99,7 +99,7 @@ def test_a_run_that_fails_stops_no_other_and_fails_the_comparison(tmp_path: Path
     done = command(tmp_path, train, "baseline=alone", timeout=250)
     assert done.returncode == 1
     assert "exit status 1" in done.stdout
-    assert "CheckpointError: resume=nope.ckpt is no checkpoint" in done.stdout
+    assert "CheckpointError: resume=nope.ckpt is not a checkpoint" in done.stdout
     assert "(all of it: " in done.stdout
     assert "pass: no loss is further" in done.stdout
     assert "FAIL: 1 runs did not come to their end: broken." in done.stdout

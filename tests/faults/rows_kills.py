@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightning_cp.watchdog.attribution import UNSAID
+from lightning_cp.watchdog.attribution import NO_MESSAGE
 from tests.faults.run import LAUNCHED, Outcome, run_fault, run_torchrun
 from tests.faults.table import Row
 
@@ -24,7 +24,9 @@ def alone(way: str, rank: int, where: str, *settings: str, ranks: int = 3) -> Ro
     """Each process was started by somebody else, and has an output of its own."""
 
     def check(done: Outcome) -> None:
-        assert done.last == f"{who(rank, ranks)} lost at step 3, in {where}: {UNSAID}", done.output
+        assert done.last == f"{who(rank, ranks)} lost at step 3, in {where}: {NO_MESSAGE}", (
+            done.output
+        )
         assert done.statuses == tuple(-9 if at == rank else 1 for at in range(ranks))
         assert "Traceback" not in done.output
 
@@ -39,7 +41,7 @@ def launched(way: str, rank: int, *, late: bool = False) -> Row:
     """Lightning starts the processes; ``late``: the others hear of it once they were sent SIGTERM."""
 
     def check(done: Outcome) -> None:
-        line = f"{who(rank, 2)} lost at step 3, in backward: {UNSAID}"
+        line = f"{who(rank, 2)} lost at step 3, in backward: {NO_MESSAGE}"
         killed_itself = way in ("trainer", "fabric") and rank == 0
         assert done.statuses == (-9 if killed_itself else 1,), done.output
         assert done.last.endswith(line), done.output
@@ -54,7 +56,7 @@ def launched(way: str, rank: int, *, late: bool = False) -> Row:
 
 def by_torchrun(way: str, *, late: bool = False) -> Row:
     """Its agent ends the others with SIGTERM as soon as one is gone, and has the last word."""
-    line = f"{who(1, 2)} lost at step 3, in backward: {UNSAID}"
+    line = f"{who(1, 2)} lost at step 3, in backward: {NO_MESSAGE}"
 
     def check(done: Outcome) -> None:
         assert line in done.output.splitlines(), done.output
@@ -81,7 +83,9 @@ def in_groups(way: str, rank: int, where: str, quick: bool = False) -> Row:
     """Several samples at once."""
 
     def check(done: Outcome) -> None:
-        assert done.last == f"{group_of(rank)} lost at step 3, in {where}: {UNSAID}", done.output
+        assert done.last == f"{group_of(rank)} lost at step 3, in {where}: {NO_MESSAGE}", (
+            done.output
+        )
         assert done.statuses == tuple(-9 if at == rank else 1 for at in range(4))
 
     def run(folder: Path) -> Outcome:
@@ -94,7 +98,7 @@ def exits() -> Row:
     """A process that ends by itself, without a word: ``os._exit``, a crash in native code."""
 
     def check(done: Outcome) -> None:
-        assert done.last == f"{who(1, 3)} lost at step 3, in forward: {UNSAID}", done.output
+        assert done.last == f"{who(1, 3)} lost at step 3, in forward: {NO_MESSAGE}", done.output
         assert done.statuses == (1, 3, 1)
 
     def run(folder: Path) -> Outcome:

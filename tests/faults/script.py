@@ -36,13 +36,13 @@ STEPS = 8
 def hear_late(watcher: Watcher) -> None:
     """As it hears, but whoever ends processes has done so by then."""
     time.sleep(0.5)
-    _hear(watcher)
+    _read_ready(watcher)
 
 
-_hear = Watcher._hear
+_read_ready = Watcher._read_ready
 if "HEARD_LATE" in os.environ:  # here, for processes that are spawned
     late: Any = Watcher
-    late._hear = hear_late
+    late._read_ready = hear_late
 
 
 class Hooked(torch.autograd.Function):

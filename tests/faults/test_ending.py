@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import pytest
 
-from lightning_cp.launch.worker_results import _said
+from lightning_cp.launch.worker_results import _read_verdict
 from lightning_cp.watchdog import attribution as ending
 from lightning_cp.watchdog.messages import Verdict
 
@@ -24,12 +24,12 @@ def statuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[i
     monkeypatch.setattr(ending.os, "_exit", found.append)
     monkeypatch.setenv(ending.FOLDER, str(tmp_path))
     yield found
-    ending.before_end.clear()
+    ending.exit_actions.clear()
 
 
 def end(line: str) -> None:
     """As a watcher does it, in a thread."""
-    thread = threading.Thread(target=ending.end, args=(Verdict("raised", (1,), line),))
+    thread = threading.Thread(target=ending.end_process, args=(Verdict("raised", (1,), line),))
     thread.start()
     thread.join()
 
@@ -40,14 +40,14 @@ def test_a_message_that_is_no_text(
     end(NO_TEXT)
     assert statuses == [1]
     assert capfd.readouterr().err == f"\n{WRITTEN}\n"
-    assert _said(tmp_path) == WRITTEN
+    assert _read_verdict(tmp_path) == WRITTEN
 
 
 def test_a_callback_that_exits(statuses: list[int], capfd: pytest.CaptureFixture[str]) -> None:
     def leave() -> NoReturn:
         raise SystemExit(0)
 
-    ending.before_end.append(leave)
+    ending.exit_actions.append(leave)
     end("a line")
     assert statuses == [1]
     assert capfd.readouterr().err == "\na line\n"
@@ -56,7 +56,7 @@ def test_a_callback_that_exits(statuses: list[int], capfd: pytest.CaptureFixture
 def test_something_that_nobody_thought_of(
     statuses: list[int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ending, "tell_parent", lambda verdict: 1 / 0)
+    monkeypatch.setattr(ending, "report_to_parent", lambda verdict: 1 / 0)
     end("a line")
     assert statuses == [1]
     assert capfd.readouterr().err == "\na line\n"

@@ -98,17 +98,17 @@ def test_a_handler_that_came_later_stays(own_handler: list[int]) -> None:
 
 def test_stages_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop of ``validate`` in one process."""
-    monkeypatch.setattr(processes, "require_same_start", lambda *_: None)
+    monkeypatch.setattr(processes, "check_same_start", lambda *_: None)
     strategy: Any = fabric.UlyssesRingStrategy()
     strategy.cluster_environment = _Environment()
     strategy._launcher = None
     monkeypatch.setattr(strategy.runtime.watch, "begin", lambda *_, **__: None)
-    monkeypatch.setattr(console, "_seat", None)
+    monkeypatch.setattr(console, "_place", None)
     registry: dict[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
-    strategy._begin_watch()
+    strategy._begin_watch(strategy.precision)
     before = len(registry)
     for _ in range(3):
-        strategy._begin_watch()
+        strategy._begin_watch(strategy.precision)
     assert len(registry) == before
 
 

@@ -26,11 +26,11 @@ def _start(rank: int, world_size: int, odd: int, what: str) -> None:
         made: Any = same
         made.facts, before = lambda *_: changed, same.facts
         try:
-            same.require_same_start(StrategyConfig())
+            same.check_same_start(StrategyConfig())
         finally:
             made.facts = before
         return
-    same.require_same_start(StrategyConfig(layout="zigzag") if rank == odd else StrategyConfig())
+    same.check_same_start(StrategyConfig(layout="zigzag") if rank == odd else StrategyConfig())
 
 
 @pytest.mark.parametrize("odd", [0, 1])
@@ -46,24 +46,24 @@ def test_equal_starts_pass() -> None:
 
 
 def test_values_are_compared_without_addresses() -> None:
-    assert same.shown([object()]) == same.shown([object()])
-    assert same.shown({"a": _start}) == "{'a': tests.faults.test_same_start._start}"
-    assert same.shown(partial(_start, 1)) == same.shown(partial(_start, 1))
-    assert same.shown(partial(_start, 1)) != same.shown(partial(_start, 2))
+    assert same.value_text([object()]) == same.value_text([object()])
+    assert same.value_text({"a": _start}) == "{'a': tests.faults.test_same_start._start}"
+    assert same.value_text(partial(_start, 1)) == same.value_text(partial(_start, 1))
+    assert same.value_text(partial(_start, 1)) != same.value_text(partial(_start, 2))
 
 
 def test_sets_have_no_order() -> None:
     """Strings are hashed with another seed in each process; these numbers collide."""
     one, other = {8, 0}, {0, 8}
     assert list(one) != list(other)
-    assert same.shown({"a": one}) == same.shown({"a": other})
+    assert same.value_text({"a": one}) == same.value_text({"a": other})
 
 
 @pytest.mark.parametrize("end", ["y", "z"])
 def test_long_values_are_compared_to_their_end(end: str) -> None:
-    long = same.shown({"a": ["x" * 2 * same.LONGEST + "y"]})
+    long = same.value_text({"a": ["x" * 2 * same.LONGEST + "y"]})
     assert len(long) < same.LONGEST + 40
-    again = same.shown({"a": ["x" * 2 * same.LONGEST + end]})
+    again = same.value_text({"a": ["x" * 2 * same.LONGEST + end]})
     assert (again == long) == (end == "y")
 
 
@@ -80,8 +80,8 @@ CHOICES: dict[str, Any] = {
 @pytest.mark.parametrize("what", CHOICES)
 @pytest.mark.parametrize("kind", [lightning_cp.UlyssesRingStrategy, fabric.UlyssesRingStrategy])
 def test_what_is_ddp_s_own_is_compared(what: str, kind: Any) -> None:
-    chosen = kind(**CHOICES[what])._chosen_besides()
-    assert chosen[what] != kind()._chosen_besides().get(what)
+    chosen = kind(**CHOICES[what])._compared_options(precision=None)
+    assert chosen[what] != kind()._compared_options(precision=None).get(what)
 
 
 def test_fabric_s_precision_is_compared() -> None:
@@ -89,7 +89,7 @@ def test_fabric_s_precision_is_compared() -> None:
     for name in ("32-true", "64-true", "bf16-mixed"):
         own: Any = fabric.UlyssesRingStrategy()
         Fabric(accelerator="cpu", devices=1, precision=name, strategy=own)
-        found.add(str(own._chosen_besides()["precision"]))
+        found.add(str(own._compared_options(own.precision)["precision"]))
     assert len(found) == 3
 
 

@@ -14,7 +14,14 @@ from typing import Any
 
 import pytest
 
-from lightning_cp.watchdog.messages import LIMIT, LONGEST, Card, Connection, Note, Verdict
+from lightning_cp.watchdog.messages import (
+    MAX_MESSAGE_BYTES,
+    MAX_TRACEBACK_CHARS,
+    Card,
+    Connection,
+    Note,
+    Verdict,
+)
 from lightning_cp.watchdog.phase import Position, Slot
 from lightning_cp.watchdog.server import Hub
 from lightning_cp.watchdog.watch import _listen
@@ -42,7 +49,7 @@ STRANGERS = {
     "brackets without end": struct.pack("<I", 200_000) + b"[" * 200_000,
     "a list": message(["hello"]),
     "a pickle": struct.pack("<I", 60) + pickle.dumps({"hello": TOKEN, "rank": 1}).ljust(60, b"."),
-    "a message that is too long": struct.pack("<I", LIMIT + 1) + b" " * 64,
+    "a message that is too long": struct.pack("<I", MAX_MESSAGE_BYTES + 1) + b" " * 64,
 }
 
 
@@ -105,7 +112,7 @@ def test_a_stranger_that_hangs_up_as_the_last_member_comes_is_no_failure() -> No
         made._accept(made._listener)
         connected(port, b"").close()
         made._accept(made._listener)
-        assert len(made._strangers) == 2
+        assert len(made._unidentified) == 2
         made.start()
         while "ready" not in heard(member):
             pass
@@ -119,7 +126,9 @@ def test_a_stranger_that_hangs_up_as_the_last_member_comes_is_no_failure() -> No
 def test_long_errors_in_any_script_are_passed_on(hub: tuple[int, list[Verdict]]) -> None:
     """What asks for most bytes: signs beyond 16 bits, controls, and half a sign of a file's name."""
     port, _ = hub
-    note = Note("E: \udc80", "\U0001f600" * (LONGEST // 2) + "\x01" * (LONGEST // 2))
+    note = Note(
+        "E: \udc80", "\U0001f600" * (MAX_TRACEBACK_CHARS // 2) + "\x01" * (MAX_TRACEBACK_CHARS // 2)
+    )
     with _listen(LOOPBACK) as listener, connected(listener.getsockname()[1], b"") as ours:
         Connection(ours).send({"note": note.as_message()})
         with listener.accept()[0] as theirs:

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_cp.errors import ConfigError, RankFailure
-from lightning_cp.watchdog.attribution import PATIENCE, UNSAID, Judge
-from lightning_cp.watchdog.messages import BROKEN, OWN, TOLD, Beat, Note, Verdict
+from lightning_cp.watchdog.attribution import NO_MESSAGE, PATIENCE, Judge
+from lightning_cp.watchdog.messages import BROKEN, COMMON, OWN, Beat, Note, Verdict
 from lightning_cp.watchdog.phase import Phase, PhasePosition, Position
 
 NAMES = [f"rank {rank}" for rank in range(4)]
@@ -20,7 +20,7 @@ def judge() -> Judge:
     """Of four ranks, all of which are in the seventh step's backward at second 0."""
     made = Judge(NAMES, 0.0)
     for rank in range(4):
-        made.beats(rank, Beat(5, 3, AT, 10.0), 0.0)
+        made.record_beat(rank, Beat(5, 3, AT, 10.0), 0.0)
     return made
 
 
@@ -35,32 +35,34 @@ def test_nothing_is_said_of_ranks_that_go_on() -> None:
 
 def test_a_process_that_is_gone_is_lost() -> None:
     judging = judge()
-    judging.goes(2, PhasePosition(8, 1, Phase.FORWARD))
-    assert line(judging.verdict(0.1)) == f"rank 2 lost at step 8, in forward: {UNSAID}"
-    judging.goes(3)
-    assert line(judging.verdict(0.1)).endswith(f"; rank 3 lost at step 7, in backward: {UNSAID}")
+    judging.record_disconnect(2, PhasePosition(8, 1, Phase.FORWARD))
+    assert line(judging.verdict(0.1)) == f"rank 2 lost at step 8, in forward: {NO_MESSAGE}"
+    judging.record_disconnect(3)
+    assert line(judging.verdict(0.1)).endswith(
+        f"; rank 3 lost at step 7, in backward: {NO_MESSAGE}"
+    )
 
 
 def test_a_rack_that_is_gone_is_said_in_a_line() -> None:
     judging = Judge([f"rank {rank}" for rank in range(4096)], 0.0)
     for rank in range(1024):
-        judging.goes(rank)
+        judging.record_disconnect(rank)
     said = line(judging.verdict(0.1))
     assert said.startswith("rank 0 lost")
     assert "rank 7 lost" in said
-    assert said.endswith(f"; and 1016 more: {UNSAID}")
+    assert said.endswith(f"; and 1016 more: {NO_MESSAGE}")
 
 
 def test_who_has_said_goodbye_is_not_lost() -> None:
     judging = judge()
-    judging.leaves(2)
-    judging.goes(2)
+    judging.record_leave(2)
+    judging.record_disconnect(2)
     assert judging.verdict(9.0) is None
 
 
 def test_ctrl_c_is_called_so() -> None:
     judging = judge()
-    judging.notes(3, Note.of_error(KeyboardInterrupt(), AT), 1.0)
+    judging.record_note(3, Note.of_error(KeyboardInterrupt(), AT), 1.0)
     assert line(judging.verdict(1.1)) == "rank 3 was interrupted (Ctrl-C) at step 7, in backward"
 
 
@@ -68,7 +70,7 @@ def test_an_error_of_ours_is_named_with_its_message() -> None:
     """Another machine's ranks are not shown it besides."""
     judging = judge()
     error = ConfigError(f"too long. {'x' * 300}\nSecond line")
-    judging.notes(3, Note.of_error(error, AT), 1.0)
+    judging.record_note(3, Note.of_error(error, AT), 1.0)
     said = line(judging.verdict(1.1))
     assert said.startswith("rank 3 raised at step 7, in backward: ConfigError: too long. xxx")
     assert said.endswith("xxx...")
@@ -77,9 +79,9 @@ def test_an_error_of_ours_is_named_with_its_message() -> None:
 
 def test_a_broken_connection_is_not_blamed_on_who_noticed_it() -> None:
     judging = judge()
-    judging.notes(0, Note("RuntimeError: closed by peer", kind=BROKEN, place=AT), 1.0)
+    judging.record_note(0, Note("RuntimeError: closed by peer", kind=BROKEN, place=AT), 1.0)
     assert judging.verdict(1.0 + PATIENCE / 2) is None
-    judging.notes(3, Note("ValueError: mine", "trace", OWN, AT), 1.1)
+    judging.record_note(3, Note("ValueError: mine", "trace", OWN, AT), 1.1)
     found = judging.verdict(1.2)
     assert line(found) == "rank 3 raised at step 7, in backward: ValueError: mine"
     assert (found and found.details) == "trace"
@@ -87,33 +89,33 @@ def test_a_broken_connection_is_not_blamed_on_who_noticed_it() -> None:
 
 def test_a_process_that_is_gone_goes_before_what_others_noticed() -> None:
     judging = judge()
-    judging.notes(0, Note("RuntimeError: closed by peer", kind=BROKEN, place=AT), 1.0)
-    judging.goes(1)
+    judging.record_note(0, Note("RuntimeError: closed by peer", kind=BROKEN, place=AT), 1.0)
+    judging.record_disconnect(1)
     assert line(judging.verdict(1.0)).startswith("rank 1 lost")
 
 
 def test_who_ended_before_is_named_once_others_miss_it() -> None:
     judging = judge()
-    judging.leaves(1)
-    judging.goes(1)
-    judging.notes(0, Note("RuntimeError: closed by peer", kind=BROKEN, place=AT), 1.0)
+    judging.record_leave(1)
+    judging.record_disconnect(1)
+    judging.record_note(0, Note("RuntimeError: closed by peer", kind=BROKEN, place=AT), 1.0)
     assert line(judging.verdict(1.1 + PATIENCE)).startswith("rank 1 ended, and others go on,")
 
 
 def test_an_error_that_is_told_to_all_ends_nobody() -> None:
     judging = judge()
-    judging.notes(2, Note("ShapeError: odd", kind=OWN, place=AT), 1.0)
-    assert not judging.all_know
+    judging.record_note(2, Note("ShapeError: odd", kind=OWN, place=AT), 1.0)
+    assert not judging.all_informed
     for rank in (0, 1, 3):
-        judging.notes(rank, Note("RankFailure: rank 2", kind=TOLD, place=AT), 1.0)
-    assert judging.all_know
+        judging.record_note(rank, Note("RankFailure: rank 2", kind=COMMON, place=AT), 1.0)
+    assert judging.all_informed
     assert line(judging.verdict(1.0)).startswith("rank 2 raised")
 
 
 def test_a_rank_without_signs_of_life() -> None:
     judging = judge()
     for rank in (0, 1, 2):
-        judging.beats(rank, Beat(5, 3, AT, 10.0), 9.9)
+        judging.record_beat(rank, Beat(5, 3, AT, 10.0), 9.9)
     found = judging.verdict(10.5)
     assert line(found) == "rank 3 gave no sign of life for 10 s, at step 7, in backward"
     assert (found and found.kind) == "frozen"
@@ -122,9 +124,9 @@ def test_a_rank_without_signs_of_life() -> None:
 def test_a_silent_rank_has_the_limit_of_where_it_is() -> None:
     """Its last word was half a second old, and from where everything may take long."""
     judging = Judge(NAMES, 0.0, lambda rank, beat: replace(beat, place=AT, limit=10.0))
-    judging.beats(3, Beat(1, 0, PhasePosition(), 600.0), 0.0)
+    judging.record_beat(3, Beat(1, 0, PhasePosition(), 600.0), 0.0)
     for rank in (0, 1, 2):
-        judging.beats(rank, Beat(5, 3, AT, 10.0), 9.9)
+        judging.record_beat(rank, Beat(5, 3, AT, 10.0), 9.9)
     assert judging.verdict(9.9) is None
     found = judging.verdict(10.5)
     assert line(found) == "rank 3 gave no sign of life for 10 s, at step 7, in backward"
@@ -134,7 +136,7 @@ def test_all_live_and_none_goes_on() -> None:
     judging = judge()
     for rank in range(4):
         behind = Beat(5, 2 if rank == 1 else 3, AT, 10.0, "its stack")
-        judging.beats(rank, behind, 10.5)
+        judging.record_beat(rank, behind, 10.5)
     found = judging.verdict(10.6)
     assert found is not None
     assert found.line == (
@@ -147,7 +149,7 @@ def test_who_does_not_wait_in_a_collective_is_waited_for() -> None:
     judging = judge()
     for rank in range(4):
         stack = "x.py, in sleep" if rank == 3 else "lightning_cp/comm/ring.py, in wait"
-        judging.beats(rank, Beat(5, 3, AT, 10.0, stack), 10.5)
+        judging.record_beat(rank, Beat(5, 3, AT, 10.0, stack), 10.5)
     assert line(judging.verdict(10.6)).endswith("first to stop: rank 3 at step 7, in backward")
 
 
@@ -156,7 +158,7 @@ def test_progress_of_one_rank_is_enough() -> None:
     judging = judge()
     for second in range(1, 60):
         for rank in range(4):
-            judging.beats(rank, Beat(5 + (second if rank == 2 else 0), 3, AT, 10.0), second)
+            judging.record_beat(rank, Beat(5 + (second if rank == 2 else 0), 3, AT, 10.0), second)
         assert judging.verdict(second + 0.5) is None
 
 
@@ -165,7 +167,7 @@ def test_a_rank_that_allows_itself_more_is_waited_for(limit: float | None) -> No
     """Rank 0 saves, the others wait in the next step."""
     judging = judge()
     for rank in range(4):
-        judging.beats(rank, Beat(5, 3, AT, limit if rank == 0 else 10.0), 100.0)
+        judging.record_beat(rank, Beat(5, 3, AT, limit if rank == 0 else 10.0), 100.0)
     assert judging.verdict(100.1) is None
 
 
@@ -175,7 +177,7 @@ def test_a_rank_that_allows_itself_more_is_waited_for(limit: float | None) -> No
         (ValueError("x"), OWN),
         (RuntimeError("shapes do not fit"), OWN),
         (ConfigError("x"), OWN),
-        (RankFailure("rank 1 raised"), TOLD),
+        (RankFailure("rank 1 raised"), COMMON),
         (RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1234"), BROKEN),
         (dist.DistBackendError("x"), BROKEN),
         (ConnectionResetError(), BROKEN),
@@ -199,7 +201,7 @@ def _clean_up() -> None:
 
 
 def test_messages_are_what_they_were() -> None:
-    note, beat = Note("E: x", "trace", TOLD, AT), Beat(4, 2, AT, None, "here")
+    note, beat = Note("E: x", "trace", COMMON, AT), Beat(4, 2, AT, None, "here")
     verdict = Verdict("lost", (1, 2), "line", "details")
     assert Note.of_message(note.as_message()) == note
     assert Beat.of_message(beat.as_message()) == beat
@@ -229,8 +231,8 @@ def test_the_line_of_a_timeout_says_which_call_each_rank_is_in() -> None:
     position.end_call()
     for name in ("net.layers.1", "net.layers.1"):
         position.call(name)
-    for rank, within in enumerate(["call 1 of net.layers.0", position.within, "", ""]):
-        judging.beats(rank, Beat(5, 3, AT, 10.0, within=within), 10.5)
+    for rank, within in enumerate(["call 1 of net.layers.0", position.module_call, "", ""]):
+        judging.record_beat(rank, Beat(5, 3, AT, 10.0, module_call=within), 10.5)
     found = judging.verdict(11.0)
     assert found is not None
     assert found.line == (
@@ -242,7 +244,7 @@ def test_the_line_of_a_timeout_says_which_call_each_rank_is_in() -> None:
         "rank 3 at step 7, in backward, in none"
     )
     position.begin_micro_batch()
-    assert position.within == ""
+    assert position.module_call == ""
     position.call("net")
     position.enter(Phase.BACKWARD)
-    assert position.within == "call 1 of net"
+    assert position.module_call == "call 1 of net"

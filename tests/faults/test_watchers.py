@@ -95,11 +95,11 @@ def test_ranks_that_write_to_one_place_say_once_where_they_stand(
     silent = {"line": "", "details": ""}
     for verdict, says in ((stuck, 0), (left, 1)):
         for rank, each in enumerate((first, second)):
-            shown = each._said_here(verdict)
+            shown = each._verdict_to_print(verdict)
             assert shown == (verdict if rank == says else replace(verdict, **silent))
     cards = [Card(rank, f"rank {rank}", "here", 0, "", f"1:{rank}") for rank in range(2)]
     monkeypatch.setattr(second, "_cards", cards)  # each has a file of its own
-    assert second._said_here(stuck) == stuck
+    assert second._verdict_to_print(stuck) == stuck
     monkeypatch.setattr(verdicts.Judge, "verdict", lambda self, now: stuck)
     assert all(end.wait(10) for end in ends)
 
@@ -120,7 +120,7 @@ def raise_a_mistake(*_: object) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("where", ["_take", "_judge"])
+@pytest.mark.parametrize("where", ["_handle", "_judge"])
 def test_a_mistake_in_the_watch_is_shown_and_ends_nobody(
     where: str,
     rank: int,
@@ -133,12 +133,14 @@ def test_a_mistake_in_the_watch_is_shown_and_ends_nobody(
     with monkeypatch.context() as patch:
         patch.setattr(found[rank], where, raise_a_mistake)
         until = time.monotonic() + 10
-        while found[rank]._mistakes <= watchers.MISTAKES and time.monotonic() < until:
+        while (
+            found[rank]._internal_errors <= watchers.MAX_PRINTED_ERRORS and time.monotonic() < until
+        ):
             time.sleep(PERIOD)
     said = capsys.readouterr().err
     assert "KeyError: 'of ours'" in said
     assert f"rank {rank}'s watch" in said
-    assert said.count("Traceback") == watchers.MISTAKES
+    assert said.count("Traceback") == watchers.MAX_PRINTED_ERRORS
     assert [each.by for each in ends] == [None, None]
     assert found[0].is_alive()
     assert found[1].is_alive()

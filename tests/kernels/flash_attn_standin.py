@@ -18,7 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.peers.flash_standin import (
+    INTERFACE,
+    Call,
+    Kernel,
+    make_functions,
+    make_module,
+    make_package,
+    unused_results,
+)
 from lightning_cp.kernels import flash_attn
+from lightning_cp.kernels.protocol import QKV, Merged
 from tests.kernels.emulated import (
     FlashMaskArguments,
     Sizes,
@@ -27,7 +37,6 @@ from tests.kernels.emulated import (
     window_hides,
 )
 
-Window = tuple[int, int]
 Buffers = tuple[Tensor | None, ...]
 _numbers = count()
 deterministic_flags: list[bool] = []
@@ -64,8 +73,7 @@ def _forget() -> None:
     flash_attn.load_flash_attn_3.cache_clear()
 
 
-_INTERFACE = "flash_attn.flash_attn_interface"
-_NAMES = ("flash_attn", _INTERFACE, "flash_attn_interface")
+_NAMES = ("flash_attn", INTERFACE, "flash_attn_interface")
 
 
 def flash_3_hides(
@@ -101,49 +109,27 @@ def _check_backward(buffers: Buffers, inputs: tuple[Tensor, ...]) -> tuple[Tenso
     return tuple(checked)
 
 
-def _forward_2(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sizes: Sizes,
-    window: Window,
-    causal: bool,
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor]:
-    assert dropout_p == 0
-    return attend_all(q, k, v, sizes, FlashMaskArguments(causal, *window), scale, softcap)
+def _forward_2(inputs: QKV, call: Call) -> tuple[Tensor, Tensor]:
+    assert call.dropout_p == 0
+    assert call.slopes is None
+    mask = FlashMaskArguments(call.causal, *call.window)
+    sizes = call.packed or _dense(inputs.q, inputs.k)
+    return attend_all(*inputs, sizes, mask, call.scale, call.softcap)
 
 
-def _backward_2(
-    dout: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    out: Tensor,
-    lse: Tensor,
-    buffers: Buffers,
-    sizes: Sizes,
-    window: Window,
-    causal: bool,
-    scale: float,
-    softcap: float,
-    deterministic: bool,
-) -> Tensor:
-    targets = _check_backward(buffers, inputs)
-    deterministic_flags.append(deterministic)
-    mask = FlashMaskArguments(causal, *window)
-    parts = differentiate_all(dout, *inputs, out, lse, sizes, mask, scale, softcap)
+def _backward_2(merged: Merged, inputs: QKV, into: QKV, call: Call) -> None:
+    targets = _check_backward(into, inputs)
+    deterministic_flags.append(call.deterministic)
+    mask = FlashMaskArguments(call.causal, *call.window)
+    sizes = call.packed or _dense(inputs.q, inputs.k)
+    dout, out, lse = merged
+    parts = differentiate_all(dout, *inputs, out, lse, sizes, mask, call.scale, call.softcap)
     for buffer, part in zip(targets, parts, strict=True):
         buffer.copy_(part)
-    return torch.empty(0)
 
 
 def _dense(q: Tensor, k: Tensor) -> Sizes:
     return None, None, q.shape[1], k.shape[1]
-
-
-def _rest(q: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty(0), torch.empty(2, dtype=torch.int64)
 
 
 # fmt: off
@@ -153,43 +139,42 @@ def _version_2_6() -> dict[str, ModuleType]:
     def _flash_attn_forward(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax,
     ):
-        assert alibi_slopes is None
         assert not return_softmax
-        out, lse = _forward_2(
-            q, k, v, _dense(q, k), window_size, causal, softmax_scale, softcap, dropout_p)
-        return (out, q, k, v, out, lse, *_rest(q))
+        call = Call(causal, window_size, softmax_scale, softcap, dropout_p, alibi_slopes)
+        out, lse = _forward_2(QKV(q, k, v), call)
+        return (out, q, k, v, out, lse, *unused_results())
 
     def _flash_attn_varlen_forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
         causal, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, return_softmax=False,
         block_table=None, leftpad_k=None, seqused_k=None,
     ):
-        sizes = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        out, lse = _forward_2(
-            q, k, v, sizes, window_size, causal, softmax_scale, softcap, dropout_p)
-        return (out, q, k, v, out, lse, *_rest(q))
+        packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        call = Call(causal, window_size, softmax_scale, softcap, dropout_p, alibi_slopes, packed)
+        out, lse = _forward_2(QKV(q, k, v), call)
+        return (out, q, k, v, out, lse, *unused_results())
 
     def _flash_attn_backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, rng_state=None,
     ):
-        delta = _backward_2(
-            dout, (q, k, v), out, softmax_lse, (dq, dk, dv), _dense(q, k), window_size, causal,
-            softmax_scale, softcap, deterministic)
-        return dq, dk, dv, delta
+        rest = softmax_scale, softcap, dropout_p, alibi_slopes, None, deterministic
+        call, merged = Call(causal, window_size, *rest), Merged(dout, out, softmax_lse)
+        _backward_2(merged, QKV(q, k, v), QKV(dq, dk, dv), call)
+        return dq, dk, dv, torch.empty(0)
 
     def _flash_attn_varlen_backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
         max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, rng_state=None,
     ):
-        sizes = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        delta = _backward_2(
-            dout, (q, k, v), out, softmax_lse, (dq, dk, dv), sizes, window_size, causal,
-            softmax_scale, softcap, deterministic)
-        return dq, dk, dv, delta
+        packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        rest = softmax_scale, softcap, dropout_p, alibi_slopes, packed, deterministic
+        call, merged = Call(causal, window_size, *rest), Merged(dout, out, softmax_lse)
+        _backward_2(merged, QKV(q, k, v), QKV(dq, dk, dv), call)
+        return dq, dk, dv, torch.empty(0)
 
-    return _package("2.6.3", [
+    return make_package("2.6.3", [
         _flash_attn_forward, _flash_attn_varlen_forward,
         _flash_attn_backward, _flash_attn_varlen_backward,
     ])
@@ -203,64 +188,15 @@ def _version_2_5() -> dict[str, ModuleType]:
     ):
         raise AssertionError("called")
 
-    return _package("2.5.8", [_flash_attn_forward])
+    return make_package("2.5.8", [_flash_attn_forward])
 
 
 def _version_2_8() -> dict[str, ModuleType]:
     """Two arguments for the window, four results, and custom operators of torch."""
-
-    def _flash_attn_forward(
-        q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool,
-        window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
-        return_softmax: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        out, lse = _forward_2(
-            q, k, v, _dense(q, k), (window_size_left, window_size_right), causal, softmax_scale,
-            softcap, dropout_p)
-        return (out, lse, *_rest(q))
-
-    def _flash_attn_varlen_forward(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-        max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool,
-        window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
-        alibi_slopes: Tensor | None = None, return_softmax: bool = False,
-        block_table: Tensor | None = None, leftpad_k: Tensor | None = None,
-        seqused_k: Tensor | None = None, zero_tensors: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        sizes = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        out, lse = _forward_2(
-            q, k, v, sizes, (window_size_left, window_size_right), causal, softmax_scale, softcap,
-            dropout_p)
-        return (out, lse, *_rest(q))
-
-    def _flash_attn_backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
-        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dropout_p: float,
-        softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int,
-        softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
-        rng_state: Tensor | None = None,
-    ) -> Tensor:
-        return _backward_2(
-            dout, (q, k, v), out, softmax_lse, (dq, dk, dv), _dense(q, k),
-            (window_size_left, window_size_right), causal, softmax_scale, softcap, deterministic)
-
-    def _flash_attn_varlen_backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
-        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float,
-        softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int,
-        softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
-        rng_state: Tensor | None = None, zero_tensors: bool = False,
-    ) -> Tensor:
-        sizes = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        return _backward_2(
-            dout, (q, k, v), out, softmax_lse, (dq, dk, dv), sizes,
-            (window_size_left, window_size_right), causal, softmax_scale, softcap, deterministic)
-
-    gradients = ("dq", "dk", "dv")
-    return _package("2.8.3", [
-        _operator(_flash_attn_forward), _operator(_flash_attn_varlen_forward),
-        _operator(_flash_attn_backward, gradients), _operator(_flash_attn_varlen_backward, gradients),
+    functions = make_functions(Kernel(_forward_2, _backward_2))
+    return make_package("2.8.3", [
+        _operator(function, ("dq", "dk", "dv") if "backward" in function.__name__ else ())
+        for function in functions
     ])
 
 
@@ -308,7 +244,7 @@ def _version_3_old() -> dict[str, ModuleType]:
             softcap, deterministic)
         return dq, dk, dv, None
 
-    return {"flash_attn_interface": _module(
+    return {"flash_attn_interface": make_module(
         "flash_attn_interface", [_flash_attn_forward, _flash_attn_backward])}
 
 
@@ -325,7 +261,7 @@ def _version_3() -> dict[str, ModuleType]:
     ):
         sizes = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         window = window_size_left, window_size_right
-        return (*_forward_3(q, k, v, sizes, causal, window, softmax_scale, softcap), *_rest(q))
+        return (*_forward_3(q, k, v, sizes, causal, window, softmax_scale, softcap), *unused_results())
 
     def _flash_attn_backward(
         dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None,
@@ -339,7 +275,7 @@ def _version_3() -> dict[str, ModuleType]:
             dout, q, k, v, out, softmax_lse, sizes, dq, dk, dv, is_causal, window, softmax_scale,
             softcap, deterministic)
 
-    return {"flash_attn_interface": _module(
+    return {"flash_attn_interface": make_module(
         "flash_attn_interface", [_flash_attn_forward, _flash_attn_backward])}
 # fmt: on
 
@@ -358,18 +294,3 @@ def _operator(function: Callable[..., Any], mutates: tuple[str, ...] = ()) -> ob
     """A custom operator of torch, as flash-attn makes them: keyword calls, a hidden signature."""
     name = f"lightning_cp_tests::{function.__name__}_{next(_numbers)}"
     return torch.library.custom_op(name, function, mutates_args=mutates)
-
-
-def _module(name: str, functions: list[object]) -> ModuleType:
-    module = ModuleType(name)
-    for function in functions:
-        plain: Any = getattr(function, "_init_fn", function)
-        setattr(module, plain.__name__, function)
-    return module
-
-
-def _package(version: str, functions: list[object]) -> dict[str, ModuleType]:
-    package = ModuleType("flash_attn")
-    package.__version__ = version  # type: ignore[attr-defined]
-    package.__path__ = []
-    return {"flash_attn": package, _INTERFACE: _module(_INTERFACE, functions)}

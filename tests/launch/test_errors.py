@@ -131,7 +131,7 @@ def test_an_error_of_the_user_s_is_printed_by_python(tmp_path: Path) -> None:
 def here(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in ("LOCAL_RANK", "SLURM_LOCALID", console.FULL):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(console, "_seat", None)
+    monkeypatch.setattr(console, "_place", None)
     monkeypatch.setattr(console, "_asked_hydra", False)
     monkeypatch.setattr(console, "MEETING", 0.1)
     monkeypatch.setattr(
@@ -148,7 +148,7 @@ def test_ranks_of_other_machines_are_not_waited_for(here: pytest.MonkeyPatch) ->
         def _call_children_scripts(self) -> None:
             counts.append(console._here().count)
 
-    class Launcher(launchers._Announcing, Lightning):
+    class Launcher(launchers._AnnouncingLauncher, Lightning):
         num_processes = 2
 
     for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", console.RANKS_HERE):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_cp.checkpoint.checkpoint_io import PlainCheckpointIO
-from lightning_cp.launch.worker_results import receiving, sending_whole
+from lightning_cp.launch.worker_results import receive_state, send_full_state
 
 
 class Module(nn.Module):
@@ -40,14 +40,14 @@ class Module(nn.Module):
 
 def sent(module: nn.Module, folder: Path) -> Any:
     """By way of the file that workers write."""
-    with sending_whole(module, keeps=True):
+    with send_full_state(module, keeps=True):
         PlainCheckpointIO().save_checkpoint(module.state_dict(), folder / "sent")
     return PlainCheckpointIO().load_checkpoint(folder / "sent")
 
 
 def test_all_of_a_state(tmp_path: Path) -> None:
     trained, own = Module(2.0, {"counts": np.arange(3)}), Module(1.0, None)
-    with receiving(own):
+    with receive_state(own):
         own.load_state_dict(sent(trained, tmp_path), strict=False)
     (tmp_path / "sent").unlink()
     for name, x in trained.named_parameters(remove_duplicate=False):
@@ -64,7 +64,7 @@ def test_modules_without_values_get_them(tmp_path: Path) -> None:
     trained = Module(2.0, None)
     with torch.device("meta"):
         own = Module(1.0, None)
-    with receiving(own):
+    with receive_state(own):
         own.load_state_dict(sent(trained, tmp_path), strict=False)
     assert own.outer.weight is own.inner.weight
     for got, want in zip(
@@ -89,9 +89,12 @@ def test_tied_weights_are_sent_once(tmp_path: Path) -> None:
 def test_what_does_not_come_back_is_said(tmp_path: Path) -> None:
     trained, own = Module(2.0, io.StringIO()), Module(1.0, "own")
     trained.add_module("more", nn.Linear(1, 1))
-    with pytest.warns(UserWarning, match=r"_extra_state of the module does not come back"):
+    with pytest.warns(UserWarning, match=r"_extra_state of the module is not returned"):
         state = sent(trained, tmp_path)
-    with receiving(own), pytest.warns(UserWarning, match=r"trained more.weight, more.bias, which"):
+    with (
+        receive_state(own),
+        pytest.warns(UserWarning, match=r"trained more.weight, more.bias, which"),
+    ):
         own.load_state_dict(state, strict=False)
     assert own.extra == "own"
     assert torch.equal(own.inner.weight, trained.inner.weight)
@@ -99,6 +102,6 @@ def test_what_does_not_come_back_is_said(tmp_path: Path) -> None:
 
 def test_ranks_that_send_nothing_keep_nothing() -> None:
     module = Module(2.0, None)
-    with warnings.catch_warnings(), sending_whole(module, keeps=False):
+    with warnings.catch_warnings(), send_full_state(module, keeps=False):
         warnings.simplefilter("error")
         assert module.state_dict() == {}

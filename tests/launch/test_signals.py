@@ -147,7 +147,7 @@ def test_the_agent_of_torchrun_passes_it_on(
 
 def test_a_program_that_sets_received_sigterm_is_heard() -> None:
     """As schedulers' callbacks do, and Lightning's own tests."""
-    sent = signals.Sent()
+    sent = signals.ReceivedSignals()
     connector = signals.StepSignals(Trainer(accelerator="cpu", devices=1, logger=False), sent)
     assert (sent.wish(), connector.received_sigterm) == (0, False)
     connector.received_sigterm = True
@@ -171,7 +171,7 @@ def test_sigterm_is_left_to_loops_that_do_not_ask() -> None:
 
 @pytest.mark.parametrize(
     "within",
-    [console._without_sigterm, partial(launchers._passing_sigterm_on, []), jobs._signals_raise],
+    [console._without_sigterm, partial(launchers._forward_sigterm, []), jobs._signals_raise],
     ids=["an error", "a launcher", "a sweep"],
 )
 def test_a_handler_of_a_library_in_c_is_no_error(

@@ -48,9 +48,9 @@ BY_TORCHRUN: Wrong = [
         changed(ELASTIC, LOCAL_RANK=None),
         2,
         1,
-        "LOCAL_RANK is not set; set are RANK=1, WORLD_SIZE=2",
+        r"LOCAL_RANK is not set \(set: RANK=1, WORLD_SIZE=2\)",
     ),
-    ({}, 2, 1, "RANK and WORLD_SIZE and LOCAL_RANK are not set; set are none"),
+    ({}, 2, 1, r"RANK and WORLD_SIZE and LOCAL_RANK are not set \(set: none"),
     (ELASTIC, 4, 1, "WORLD_SIZE=2 .* devices=4 x num_nodes=1 is 4.*-node=4 --nnodes=1"),
     (ELASTIC, 2, 2, "WORLD_SIZE=2 .* devices=2 x num_nodes=2 is 4"),
     (ELASTIC, 1, 2, "LOCAL_RANK=1, but devices=1"),
@@ -58,7 +58,7 @@ BY_TORCHRUN: Wrong = [
 ]
 BY_SLURM: Wrong = [
     (changed(SLURM, SLURM_PROCID="3"), 2, 1, "SLURM_PROCID=3, but SLURM_NTASKS=2"),
-    (changed(SLURM, SLURM_LOCALID=None), 2, 1, "SLURM_LOCALID is not set; set are SLURM_PROCID=1"),
+    (changed(SLURM, SLURM_LOCALID=None), 2, 1, r"SLURM_LOCALID is not set \(set: SLURM_PROCID=1"),
     (SLURM, 4, 1, "SLURM_NTASKS=2 .* devices=4 x num_nodes=1 is 4.*srun --ntasks-per-node=4"),
     (srun(2)[0], 1, 2, "SLURM_NTASKS_PER_NODE=2 .* devices=1 x num_nodes=2"),
 ]
@@ -66,7 +66,7 @@ BY_HAND: Wrong = [
     (changed(OWN, LOCAL_RANK="2"), 2, 1, "LOCAL_RANK=2, but devices=2"),
     (changed(OWN, NODE_RANK="1"), 2, 1, "NODE_RANK=1, but num_nodes=1"),
     (OWN, 4, 1, "WORLD_SIZE=2 is set, but devices=4 x num_nodes=1 is 4"),
-    ({"LOCAL_RANK": "0"}, 2, 1, "LOCAL_RANK=0 is set, .* one of 2 .* MASTER_PORT is not"),
+    ({"LOCAL_RANK": "0"}, 2, 1, "LOCAL_RANK=0 is set, as in 2 .* MASTER_PORT is not"),
     ({"RANK": "1", "WORLD_SIZE": "2"}, 1, 1, "RANK=1, WORLD_SIZE=2 are set, but LOCAL_RANK is not"),
     # one program on each node
     ({}, 2, 2, "num_nodes=2, but MASTER_ADDR and MASTER_PORT and NODE_RANK are not set"),
@@ -155,7 +155,7 @@ def test_where_no_sample_is_shared_ddp_decides(told: Callable[[Variables], None]
     ("second", "match"),
     [
         ({"RANK": "2"}, "ConfigError: RANK=2, but WORLD_SIZE=2"),
-        ({"LOCAL_RANK": None}, "but LOCAL_RANK is not set; set are RANK=1, WORLD_SIZE=2"),
+        ({"LOCAL_RANK": None}, "but LOCAL_RANK is not set (set: RANK=1, WORLD_SIZE=2)"),
     ],
     ids=["RANK", "LOCAL_RANK"],
 )

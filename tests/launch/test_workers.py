@@ -14,7 +14,7 @@ import torch
 
 from lightning_cp import ContextParallelCallback, ContextParallelMixin, UlyssesRingStrategy
 from lightning_cp.errors import LightningCPError, UndeclaredError
-from lightning_cp.launch.worker_results import _leave_error, _Noting, _raise_own
+from lightning_cp.launch.worker_results import _raise_written_error, _WorkerFunction, _write_error
 from lightning_cp.watchdog.attribution import FOLDER
 from tests.launch.expected import came_to_the_same, expected, expected_of_two_fits
 from tests.launch.scripts.model import QUIET, Tiny
@@ -55,9 +55,9 @@ def test_each_error_of_a_worker_is_raised_by_the_program(
     asked = (["heads are not declared."], {"num_heads": 4})
     error = kind(*asked) if kind is UndeclaredError else kind("it is odd")
     monkeypatch.setenv(FOLDER, str(tmp_path))
-    _leave_error(error, rank=1)
+    _write_error(error, rank=1)
     with pytest.raises(kind) as found:
-        _raise_own(tmp_path)
+        _raise_written_error(tmp_path)
     assert type(found.value) is kind
     assert str(found.value) == str(error)
     assert vars(found.value) == vars(error)
@@ -141,7 +141,7 @@ def test_workers_draw_from_the_programs_random_state() -> None:
     before = random.getstate()
     random.seed(7)
     strategy = SimpleNamespace(tell_rank=lambda: None)
-    worker = _Noting(lambda: (random.random(), torch.rand(()).item()), strategy)
+    worker = _WorkerFunction(lambda: (random.random(), torch.rand(()).item()), strategy)
     want = random.random(), torch.rand(()).item()
     random.seed(8)
     torch.manual_seed(8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import get_args
 
@@ -44,7 +45,7 @@ class DealtLayout(SequenceLayout):
     deal: tuple[tuple[int, ...], ...] = ()
     """The chunks of each ring rank."""
 
-    @property
+    @cached_property
     @override
     def divisor(self) -> int:
         return self.ring_size * math.lcm(len(self.deal[0]), self.ulysses_size)

@@ -16,7 +16,7 @@ from torch import nn
 from lightning_cp.config import StrategyConfig
 from lightning_cp.errors import ConfigError
 from lightning_cp.memory.chunked_logits import ChunkedLogits
-from lightning_cp.runtime.model_binding import patches_of
+from lightning_cp.runtime.model_binding import make_step_patches
 from lightning_cp.runtime.runtime import ContextParallelRuntime
 from tests.length.sizes import Largest
 from tests.models.later import BLOOMS_LOSS, transformers_version
@@ -155,7 +155,9 @@ def test_no_tensor_is_as_large_as_the_logits() -> None:
 
 def in_step(model: Any, **settings: Any) -> Any:
     """Patches of one process, entered."""
-    patches = patches_of(nn.ModuleList([model]), StrategyConfig(chunked_loss=CHUNK, **settings))
+    patches = make_step_patches(
+        nn.ModuleList([model]), StrategyConfig(chunked_loss=CHUNK, **settings)
+    )
     patches.begin()
     return patches
 

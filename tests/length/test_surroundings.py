@@ -17,7 +17,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.memory import activations as recomputed
 from lightning_cp.memory import tiled_mlp as tiled
 from lightning_cp.memory.activations import HostMemory
-from lightning_cp.runtime.model_binding import patches_of
+from lightning_cp.runtime.model_binding import make_step_patches
 from tests.models.matrix import whole_sequence
 from tests.models.steps import (
     Case,
@@ -215,7 +215,7 @@ def test_host_memory_leaves_what_is_there() -> None:
 
 def in_step(model: Any, **settings: Any) -> Any:
     """Patches of one process, entered."""
-    patches = patches_of(nn.ModuleList([model]), StrategyConfig(**settings))
+    patches = make_step_patches(nn.ModuleList([model]), StrategyConfig(**settings))
     patches.begin()
     return patches
 

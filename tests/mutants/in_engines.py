@@ -38,7 +38,7 @@ ENGINE_MUTANTS = (
     Mutant(
         "a call between steps that fails leaves its forward open",
         f"{ENGINES}/fsdp_gradients.py",
-        "        if output is None:  # it has failed\n            forget_step(root)\n",
+        "        if output is None:  # the call has failed\n            forget_step(root)\n",
         "        if output is None:\n",
         (CURRENT + "[fsdp-FailsOutside]",),
         "The next step is taken for a part of the call that failed.",
@@ -54,7 +54,7 @@ ENGINE_MUTANTS = (
     Mutant(
         "whole parameters outlive a step within a method",
         f"{ENGINES}/fsdp_gradients.py",
-        "            self._shard_all()  # in a method too\n",
+        "            self._shard_all()  # also within a method\n",
         "",
         (WITHIN + "[zero1-Looks]",),
         "What follows the optimizer's step is computed with the weights before it.",
@@ -129,7 +129,7 @@ ENGINE_MUTANTS = (
     Mutant(
         "what a program has averaged itself is not compared",
         f"{ENGINES}/ddp.py",
-        "if not total or vote([_checksum(p.grad) for p in parameters], group):",
+        "if not total or all_equal([_checksum(p.grad) for p in parameters], group):",
         "if not total:",
         (
             "tests/strategies/test_fabric_kept_back.py"

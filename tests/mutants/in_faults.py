@@ -35,15 +35,15 @@ FAULT_MUTANTS = (
     Mutant(
         "only the slowest rank's progress counts",
         VERDICT,
-        "        if beat.count != member.beat.count:\n            self._moved = now",
-        "        if beat.count != member.beat.count and rank == 0:\n            self._moved = now",
+        "        if beat.count != member.beat.count:\n            self._progressed = now",
+        "        if beat.count != member.beat.count and rank == 0:\n            self._progressed = now",
         (TESTS + "progress_of_one_rank_is_enough",),
         "A rank that works for long, with the others waiting for it, is taken for stuck.",
     ),
     Mutant(
         "goodbyes not heard",
         VERDICT,
-        "if not member.left and member.note is None:",
+        "if not member.has_left and member.note is None:",
         "if member.note is None:",
         (TESTS + "who_has_said_goodbye_is_not_lost",),
         "A rank that ends a little earlier than the others fails the run.",
@@ -59,7 +59,7 @@ FAULT_MUTANTS = (
     Mutant(
         "settings of optimizers are not compared",
         "lightning_cp/consistency/model.py",
-        "shown(_plain(group[key]))",
+        "value_text(_plain(group[key]))",
         "shown(None)",
         ("tests/faults/test_same_model.py::test_another_optimizer_is_named[ddp-rate-fabric]",),
         "Replicas of a model drift apart, without a word.",
@@ -83,8 +83,8 @@ FAULT_MUTANTS = (
     Mutant(
         "time passes while a process is stopped",
         "lightning_cp/watchdog/thread.py",
-        "self._stood += gap",
-        "self._stood += 0",
+        "self._suspended += gap",
+        "self._suspended += 0",
         ("tests/faults/test_clock.py",),
         "A job that was suspended is killed when it goes on.",
     ),
@@ -110,7 +110,7 @@ FAULT_MUTANTS = (
     Mutant(
         "SIGTERM leaves no last words",
         "lightning_cp/watchdog/watch.py",
-        "        self._watch.hear(SOON)\n",
+        "        self._watch.wait_for_verdict(LOSS_SECONDS)\n",
         "",
         (
             "tests/faults/test_table.py::test_a_fault"

@@ -185,7 +185,7 @@ GUARD_MUTANTS = (
     Mutant(
         "finite after clipping only",
         "lightning_cp/strategies/trainer.py",
-        "before_clipping(patches, plugin, self._finalize_gradients)",
+        "call_before_clipping(patches, plugin, self._finalize_gradients)",
         "pass",
         (f"{TRAINER}[manual-infinite gradient]",),
         "Clipping by value makes a number of an infinite gradient, and weights step along it.",

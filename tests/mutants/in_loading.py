@@ -134,7 +134,7 @@ LOADING_MUTANTS = (
     ),
     Mutant(
         "only names of what no file holds compared",
-        f"{ROOM}/buffers.py",
+        f"{ROOM}/meta_init.py",
         'f"{list(x.shape)} {dtype_of(x)}"',
         '""',
         (f"{TESTS}/test_ranks_differ.py",),

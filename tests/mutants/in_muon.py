@@ -79,8 +79,8 @@ MUON_MUTANTS = (
     Mutant(
         "ranks do not compare whose gradients they have",
         f"{OPTIM}/muon.py",
-        "    if not failed and not ballots:",
-        "    if not failed:",
+        "    if all_equal(fact, world, dissents=bool(bad or problems), device_type=device_type):",
+        "    if all_equal(None, world, dissents=bool(bad or problems), device_type=device_type):",
         ("tests/optim/test_refused.py::test_ranks_that_differ[others]",),
         "Ranks wait for each other for ever, or train several models.",
     ),

@@ -21,8 +21,8 @@ RESUME_MUTANTS = (
     Mutant(
         "one sample skipped on resume",
         "lightning_cp/loaders/position.py",
-        "islice(self._going, left)",
-        "islice(self._going, left + 1)",
+        "islice(self._iterator, left)",
+        "islice(self._iterator, left + 1)",
         (f"{TRAINER}[mid-epoch]",),
         "A batch is never trained on.",
     ),
@@ -53,16 +53,16 @@ RESUME_MUTANTS = (
     Mutant(
         "random numbers of a window taken after the hooks of its first batch",
         "lightning_cp/strategies/trainer.py",
-        "before_hooks_of_batch(patches, plugin, self._begin_batch)",
-        "before_autograd(patches, plugin, lambda _: self._begin_batch())",
+        "call_before_batch_hooks(patches, plugin, self._begin_batch)",
+        "call_before_autograd(patches, plugin, lambda _: self._begin_batch())",
         (f"{WINDOWS}[hooks that draw]",),
         "A replayed batch is masked otherwise than it was.",
     ),
     Mutant(
         "a batch that was read again was read now",
         "lightning_cp/loaders/iterator.py",
-        "self._place.reads(self._loader, moment)",
-        "self._place.reads(self._loader)",
+        "self._place.before_read(self._loader, moment)",
+        "self._place.before_read(self._loader)",
         (
             "tests/strategies/resume/test_windows.py::test_in_the_first_window_of_a_run_that_went_on",
         ),
@@ -71,7 +71,7 @@ RESUME_MUTANTS = (
     Mutant(
         "validation that was due left out",
         f"{ROOM}/trainer.py",
-        "loop.val_loop._restart_stage = EvaluationStage.RESTARTED_MID_EVALUATION  # all of it",
+        "loop.val_loop._restart_stage = EvaluationStage.RESTARTED_MID_EVALUATION  # the whole pass",
         "pass",
         (f"{TRAINER}[before a validation]",),
         "The numbers that validation draws are not drawn, and no best checkpoint is kept.",
@@ -87,7 +87,7 @@ RESUME_MUTANTS = (
     Mutant(
         "buffers of the end of what is replayed",
         f"{ROOM}/fabric.py",
-        "            self._buffers.keep(self._models)\n",
+        "            self._buffers.save(self._models)\n",
         "",
         (f"{FABRIC}[inside a window]",),
         "Counters and running statistics count replayed batches twice.",
@@ -111,7 +111,7 @@ RESUME_MUTANTS = (
     Mutant(
         "the first window belongs to the pass after it",
         "lightning_cp/loaders/iterator.py",
-        "            self._place.asked(trains=True)\n",
+        "            self._place.request_batch(trains=True)\n",
         "",
         (f"{FABRIC}[inside a window]",),
         "A pass that was saved in its first window is left out.",
@@ -135,9 +135,9 @@ RESUME_MUTANTS = (
     Mutant(
         "no buffers taken back without accumulation",
         f"{ROOM}/trainer.py",
-        "        self._buffers.keep([trainer.lightning_module])\n",
+        "        self._buffers.save([trainer.lightning_module])\n",
         "        if trainer.accumulate_grad_batches > 1:\n"
-        "            self._buffers.keep([trainer.lightning_module])\n",
+        "            self._buffers.save([trainer.lightning_module])\n",
         (
             "tests/strategies/resume/test_trainer.py::test_wherever_it_was_saved[in a step, no window]",
         ),
@@ -146,7 +146,7 @@ RESUME_MUTANTS = (
     Mutant(
         "batches are skipped by another size",
         "lightning_cp/loaders/position.py",
-        '        _require_same_pass((saved["order"], order), (was, size))',
+        '        _check_same_pass((saved["order"], order), (was, size))',
         "        return",
         ("tests/strategies/resume/test_places.py",),
         "Samples are left out, or come twice.",

@@ -74,7 +74,7 @@ def test_autocast_does_not_reach_inside() -> None:
     other, of_other = copy.deepcopy((model, optimizer))
     for each in (optimizer, of_other):
         each._settings = each._settings.__class__(ns_dtype="float32").checked()
-        each._matrix_step = each._planned_anew()
+        each._matrix_step = each._new_plan()
     give(other, gradients(other, 1))
     optimizer.step()
     with torch.autocast("cpu", torch.bfloat16):

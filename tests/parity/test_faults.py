@@ -89,7 +89,7 @@ def test_what_could_not_be_tried_is_not_said() -> None:
     for tried, said in (("not possible", "no other loss"), (base, "with a plain loss neither")):
         found = diagnose(Evidence(base, None, {PLAIN_LOSS: tried}, positions_ignored=False))
         assert found.cause is Cause.UNKNOWN
-        assert said in found.because
+        assert said in found.reason
 
 
 def test_other_counts_are_said_beside_a_cause_in_the_forward() -> None:

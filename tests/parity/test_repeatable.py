@@ -66,7 +66,7 @@ def fit(
     with Heard() as heard:
         trainer.fit(module, DataLoader(modules.rows(8), batch_size=2))  # type: ignore[arg-type]
     strategy: Any = trainer.strategy
-    return module.counted, heard.parity, strategy.parity.healthy
+    return module.counted, heard.parity, strategy.parity.report
 
 
 FSDP = {"data_parallel": "fsdp"}

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_cp.parity.restore import untouched
+from lightning_cp.parity.restore import restore_after
 from lightning_cp.parity.snapshot import OBJECTS, Snapshot
 
 
@@ -92,7 +92,7 @@ def after(value: Any, change: Callable[[Any], Any]) -> Any:
     snapshot = Snapshot([holder])
     change(holder.value)
     holder.value, holder.more = "another", 1  # type: ignore[assignment]
-    snapshot.put_back()
+    snapshot.restore()
     assert "more" not in vars(holder)
     assert holder.value is before
     return holder.value
@@ -141,7 +141,7 @@ def test_iterators(make: Callable[[], Iterator[Any]], is_replayed: bool) -> None
     for draws in (0, 3, 1):
         snapshot, want = Snapshot([holder]), [next(own) for _ in range(bool(draws))]
         drawn = [next(holder.again[0] if at % 2 else holder.value) for at in range(draws)]
-        snapshot.put_back()
+        snapshot.restore()
         assert drawn[:1] == want
         assert holder.again[0] is holder.value
         assert (holder.value is first) == (not is_replayed or draws == 0)
@@ -176,7 +176,7 @@ def test_tensors_that_cannot_be_compared_end_nothing() -> None:
         after([x], lambda x: x.append(1))
         holder = Holder(None)
         holder.register_buffer("of", x)
-        Snapshot([holder]).put_back()
+        Snapshot([holder]).restore()
         assert holder.of is x
 
 
@@ -190,7 +190,7 @@ def test_weak_references() -> None:
     del gone
     snapshot = Snapshot([holder])
     assert all(map(operator.is_, holder.value, proxies))
-    snapshot.put_back()
+    snapshot.restore()
     assert all(map(operator.is_, holder.value, proxies))
     del Pooled.proxy  # type: ignore[attr-defined]
 
@@ -211,7 +211,7 @@ def test_attributes_of_a_class_that_a_step_makes() -> None:
     for _ in range(2):
         snapshot = Snapshot([module])
         assert module() == 1
-        snapshot.put_back()
+        snapshot.restore()
     assert not hasattr(Counting, "count")
 
 
@@ -219,12 +219,12 @@ def test_an_iterator_that_was_drawn_from_is_what_it_was() -> None:
     holder = Holder(iter(DataLoader(range(6), batch_size=2)))  # type: ignore[arg-type]
     snapshot = Snapshot([holder])
     next(holder.value)
-    snapshot.put_back()
+    snapshot.restore()
     assert len(holder.value) == 3
     holder.value = endless()
     snapshot = Snapshot([holder])
     assert (bool(holder.value), list(itertools.islice(holder.value, 2))) == (True, [0, 1])
-    snapshot.put_back()
+    snapshot.restore()
     with pytest.raises(TypeError):
         len(holder.value)  # type: ignore[arg-type]
 
@@ -256,7 +256,7 @@ def test_random_numbers_of_an_iterator(of: str) -> None:
             return [next(holder.it), next(holder.it), next(draws(of, holder.value))]  # type: ignore[call-overload]
 
         for _ in range(checks):
-            with untouched(holder):
+            with restore_after(holder):
                 step()
         return step() + step()
 
@@ -279,7 +279,7 @@ def test_values_that_a_step_changes_come_unchanged() -> None:
         assert float(batch.pop("x").mul_(2).sum() + batch["n"].sum()) == 6
         batch["n"] *= 2
         drawn.append(next(holder.parameters_))
-        snapshot.put_back()
+        snapshot.restore()
     assert next(holder.value) is memory[0]
     assert next(holder.listed) is listed[0]
     assert torch.equal(listed[0], torch.ones(2))
@@ -296,7 +296,7 @@ def test_values_that_a_step_changes_come_unchanged() -> None:
     holder.scale, holder.it = torch.ones(()), scales()  # type: ignore[assignment]
     snapshot = Snapshot([holder])
     assert float(next(holder.it)) == 0.5
-    snapshot.put_back()
+    snapshot.restore()
     assert float(next(holder.it)) == 0.5
 
 
@@ -305,7 +305,7 @@ def test_a_large_teacher_in_a_list_takes_no_room() -> None:
     holder = Holder([nn.Linear(64, 64).requires_grad_(False)])
     holder.net, holder.ema = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
     before = [x.clone() for x in holder.ema.parameters()]
-    with untouched(holder):
+    with restore_after(holder):
         for x in (*holder.ema.parameters(), *holder.value[0].parameters()):
             x.data.add_(1)
     assert all(map(torch.equal, holder.ema.parameters(), before))
@@ -330,7 +330,7 @@ def test_large_data_is_not_looked_into() -> None:
     data.reverse()
     data.pop()
     holder.value[1]["near"] = 2
-    snapshot.put_back()
+    snapshot.restore()
     assert holder.value[1] == {"near": 1}
     assert len(data) == len(entries)
     assert all(a is b for a, b in zip(data, entries, strict=True))

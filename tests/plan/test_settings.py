@@ -96,7 +96,7 @@ def test_the_experiment_of_a_million_tokens() -> None:
         (["model=config_json"], "model.network.config=<file>"),
         (["model=config_json", "model.network.config=5"], "model.network.config=<file>"),
         (["offload=1"], "offload must be one of True, False"),
-        (["+foo=1"], "foo is no setting of the planner's"),
+        (["+foo=1"], "foo is not a setting of the planner"),
         (["data.seq_len=5"], r"data\.seq_len is seq_len, 131072, got 5"),
     ],
 )

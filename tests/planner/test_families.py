@@ -130,5 +130,5 @@ def test_files_that_are_no_configs(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="holds a JSON list"):
         read_config(file)
     file.write_text("{")
-    with pytest.raises(ConfigError, match="is no JSON"):
+    with pytest.raises(ConfigError, match="is not valid JSON"):
         read_config(tmp_path)

@@ -71,7 +71,7 @@ def test_files_that_are_none(tmp_path: Path, change: dict[str, object], match: s
 
 
 @pytest.mark.parametrize(
-    ("text", "match"), [("{", "is no JSON"), ("[]", "is a JSON list, not an object")]
+    ("text", "match"), [("{", "is not valid JSON"), ("[]", "is a JSON list, not an object")]
 )
 def test_texts_that_are_no_objects(tmp_path: Path, text: str, match: str) -> None:
     (tmp_path / "hardware.json").write_text(text)

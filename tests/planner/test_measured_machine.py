@@ -45,7 +45,7 @@ def test_a_file_of_before(tmp_path: Path) -> None:
     assert before.kernels == MEASURED.kernels
     assert before.links[0].cpu_seconds_per_gigabyte is None
     assert not before.compute
-    with pytest.raises(ConfigError, match=r"beside attention was not measured, only: none"):
+    with pytest.raises(ConfigError, match=r"besides attention was not measured, only: none"):
         machine_of_hardware(before)
 
 

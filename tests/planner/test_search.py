@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lightning_cp.config import StrategyConfig
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import Mask, attention_traffic, schedule
 from lightning_cp.layout.axes import Axis, Flat
@@ -19,13 +20,14 @@ from lightning_cp.planner.advice import (
 )
 from lightning_cp.planner.attention import AttentionCost, attention_cost
 from lightning_cp.planner.comm_volume import comm_volumes
-from lightning_cp.planner.export import trainer_settings
+from lightning_cp.planner.export import strategy_settings, trainer_settings
 from lightning_cp.planner.job import Job, MeshSizes, PlanCase, TrainingMethod
 from lightning_cp.planner.machines import GIB, MACHINES
 from lightning_cp.planner.memory import memory_of
 from lightning_cp.planner.model import model_from_config
 from lightning_cp.planner.search import Limits, SearchResult, meshes, search, training_methods
 from lightning_cp.planner.time_model import step_seconds
+from lightning_cp.strategies.validation import check
 from tests.planner.configs import LLAMA_405B, SMALL
 
 MIB = 1 << 20
@@ -421,6 +423,12 @@ def test_a_run_has_as_many_ranks_as_its_mesh(devices: int, nodes: int) -> None:
         assert plan.case.devices_per_node == devices // nodes
         if devices == 12 and plan.case.choice.mesh.ulysses == 4:
             assert any("ulysses of 4 goes beyond nodes of 6" in line for line in advice(plan.case))
+
+
+def test_plans_are_settings_of_the_strategy() -> None:
+    for plan in search(job(devices=8, global_batch=8, seq_len=4096), FREE).plans:
+        settings: dict[str, Any] = strategy_settings(plan.case)
+        check(StrategyConfig(**settings))
 
 
 def test_a_mesh_that_leaves_devices_idle_runs_on_its_own() -> None:

@@ -48,9 +48,8 @@ def test_every_override_is_in_the_file_of_its_twin(name: str) -> None:
 class Noted:
     """Stands in for a component: notes its name at each call."""
 
-    def __init__(self, name: str, said: list[str], **values: Any) -> None:
+    def __init__(self, name: str, said: list[str]) -> None:
         self._name, self._said = name, said
-        vars(self).update(values)
 
     def __getattr__(self, method: str) -> Any:
         def note(*_: Any, **__: Any) -> Any:
@@ -78,15 +77,16 @@ def noted_strategy(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
     module = LightningModule()
     module._trainer = SimpleNamespace(training=True, interrupted=False)  # type: ignore[assignment]
     strategy._lightning_module = module
-    runtime = Noted("runtime", said, meshes=SimpleNamespace(sizes={"ring": 1}))
-    runtime.watch = SimpleNamespace(position=NotedWatch("watch", said))
-    runtime.end_watch = lambda: said.append("watch")
-    runtime.detach = lambda: None
-    runtime.records = SimpleNamespace(recorder=Noted("recorder", []))
+    runtime = SimpleNamespace(
+        meshes=SimpleNamespace(sizes={"ring": 1}),
+        watch=SimpleNamespace(position=NotedWatch("watch", said)),
+        end_watch=lambda: said.append("watch"),
+        detach=lambda: None,
+        records=SimpleNamespace(recorder=Noted("recorder", [])),
+    )
     monkeypatch.setattr(strategy, "runtime", runtime)
     monkeypatch.setattr(strategy, "_resume", Noted("resume", said))
     monkeypatch.setattr(strategy, "_checkpoints", Noted("checkpoints", said))
-    monkeypatch.setattr(trainer, "open_anywhere", lambda *_: None)
     for hook in ("on_train_start", "on_validation_end", "on_train_end", "teardown"):
         monkeypatch.setattr(of_trainer.DDPStrategy, hook, lambda _: said.append("lightning"))
     return strategy, said

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cp.utils.module_hooks import replace_method
+from lightning_cp.utils.patching import PatchSet
 from lightning_cp.watchdog.phase import Position, ProgressHooks, Slot
 from tests.length.runs import Module, Run
 from tests.pool import run_ranks
@@ -234,9 +234,10 @@ def test_copies_have_the_method_that_was_replaced() -> None:
     plain, changed = Served(), Served()
     vars(changed)["answer"] = partial(others, changed)
     for served, want in ((plain, "own"), (changed, "the user's, of Served")):
-        put_back = replace_method(served, "answer", lambda: "ours")
+        patches = PatchSet()
+        patches.put_method(served, "answer", lambda: "ours")
         for made in (copy.deepcopy(served), pickled(served)):
             assert made.answer() == want
         assert served.answer() == "ours"
-        put_back()
+        patches.undo()
         assert served.answer() == want

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_cp.checkpoint.pretrained.meta_init import initialise
-from lightning_cp.engines.fsdp import units_of
+from lightning_cp.engines.fsdp import wrap_units
 from lightning_cp.errors import ConfigError
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.strategies.plain_llama import PlainLlama, RMSNorm
@@ -198,18 +198,18 @@ def test_blocks_are_found_and_lists_within_them_are_not() -> None:
     model: Any = PlainLlama(layers=3)
     for block in model.blocks:
         block.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
-    assert units_of(model, None) == list(model.blocks)
-    assert units_of(nn.ModuleList(nn.Linear(2, 2) for _ in range(3)), None) == []
+    assert wrap_units(model, None) == list(model.blocks)
+    assert wrap_units(nn.ModuleList(nn.Linear(2, 2) for _ in range(3)), None) == []
     model.head.weight = model.blocks[
         0
     ].q.weight  # gathered with the model, or they would come apart
-    assert units_of(model, None) == list(model.blocks)[1:]
+    assert wrap_units(model, None) == list(model.blocks)[1:]
     with pytest.raises(
         ConfigError, match=r"'blocks\.0' shares 'head\.weight' with a module outside"
     ):
-        units_of(model, "blocks.0")
+        wrap_units(model, "blocks.0")
     model: Any = PlainLlama(layers=3)
-    wrapped = units_of(model, ["blocks.1", "Linear"])
+    wrapped = wrap_units(model, ["blocks.1", "Linear"])
     assert wrapped.index(model.blocks[1]) > wrapped.index(model.blocks[1].q)  # innermost first
 
 
@@ -218,4 +218,4 @@ def test_blocks_are_found_in_a_list_within_a_dict() -> None:
     model: Any = nn.Module()
     blocks: Any = PlainLlama(layers=3).blocks
     model.transformer = nn.ModuleDict({"wte": nn.Embedding(5, 4), "h": blocks})
-    assert units_of(model, None) == list(blocks)
+    assert wrap_units(model, None) == list(blocks)

@@ -278,6 +278,26 @@ def test_sharding_twice() -> None:
     expect_on_every_rank(2, misuse, "sharded twice", error=ShapeError, match=match)
 
 
+def shards_again(rank: int, world_size: int, settings: Settings | None) -> torch.Tensor:
+    """A loop that catches the refusal, and trains on the shard that it has."""
+    loop = Loop(world_size, settings)
+    (batch, *_) = loader(2)
+    local = loop.shard(batch)
+    if settings is not None:
+        with pytest.raises(ShapeError, match="was sharded already"):
+            loop.shard(local)
+    loop.fabric.backward(loop.loss(local))
+    loop.optimizer.step()
+    loop.end()
+    return loop.weights()
+
+
+def test_a_step_goes_on_after_its_shard_was_refused() -> None:
+    (want,) = run_ranks(1, shards_again, None)
+    for got in run_ranks(2, shards_again, RING):
+        close(got, want)
+
+
 @pytest.mark.parametrize(
     ("how", "match"),
     [

@@ -475,7 +475,7 @@ def in_turn(rank: int, world_size: int, settings: Settings | None, engine: str) 
     trainer = trainer_of(world_size, settings and {**settings, "data_parallel": engine})
     trainer.fit(module, loader(6))
     strategy: Any = trainer.strategy
-    assert settings is None or (strategy.parity.healthy and not strategy.parity.left_out)
+    assert settings is None or (strategy.parity.report and not strategy.parity.skip_reason)
     found += [weights(module), module.at_start, *first.plain_calls()]
     second = Ending(world_size, settings)
     for batch, other in zip(loader(4), DataLoader(samples(4, 21), batch_size=2), strict=True):  # type: ignore[arg-type]

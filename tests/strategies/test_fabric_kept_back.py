@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_cp.engines.ddp import KeptBack
+from lightning_cp.engines.ddp import UnsyncedGradients
 from lightning_cp.errors import ConfigError
 from lightning_cp.fabric import UlyssesRingStrategy
 from tests.pool import run_ranks
@@ -176,13 +176,16 @@ def test_one_process_has_nothing_to_average() -> None:
 
 
 def test_only_what_a_backward_has_left_is_kept_back() -> None:
-    module, kept = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "ab"}), KeptBack()
+    module, kept = (
+        nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "ab"}),
+        UnsyncedGradients(),
+    )
     parameters = list(module.parameters())
 
     def backward(name: str, *, averages: bool) -> list[bool]:
-        kept.begins(module, averages=averages)
+        kept.begin_backward(module, averages=averages)
         module[name](torch.ones(2)).sum().backward()
-        found = {id(p) for p in kept.among(parameters)}
+        found = {id(p) for p in kept.unaveraged(parameters)}
         return [id(p) in found for p in parameters]
 
     assert backward("a", averages=True) == [False, False]

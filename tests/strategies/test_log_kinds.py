@@ -139,8 +139,8 @@ def test_at_epoch_ends_values_that_differ_are_averaged_and_told() -> None:
     )
     named = [text.split("'")[1] for text in first["told"]]
     assert named == ["own", "own_start"]
-    assert "Shown is the plain mean over these ranks." in first["told"][0]
-    assert "Shown is what each rank has itself." in first["told"][1]
+    assert "The plain mean over these ranks is shown." in first["told"][0]
+    assert "Each rank shows its own value." in first["told"][1]
 
 
 class Loaders(Logs):

@@ -113,7 +113,7 @@ def test_a_metric_that_differs_at_the_step_is_told_and_right_for_the_epoch() -> 
     assert first["seen"] == second["seen"], "monitors see the same"
     (told,) = first["told"]
     assert "self.log('tokens', ...)" in told
-    assert "what the metric computes for the epoch is not affected" in told
+    assert "the metric's value for the epoch is not affected" in told
 
 
 class Unknown(Measured):
@@ -125,9 +125,9 @@ class NotWhole(Measured):
 
 
 def test_wrong_declarations() -> None:
-    match = "names 'row', but the module's metrics are: perplexity, tokens, local"
+    match = "names 'row', but the module's metrics are perplexity, tokens, local"
     expect_on_every_rank(2, watched, RING, Unknown, error=ConfigError, match=match)
-    match = "metric 'tokens' is declared .* fed it different values"
+    match = "metric 'tokens' is declared .* updated it with different values"
     expect_on_every_rank(2, watched, RING, NotWhole, error=ConfigError, match=match)
 
 

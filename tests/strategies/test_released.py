@@ -19,7 +19,7 @@ from torch import nn
 from lightning_cp import UlyssesRingStrategy
 from lightning_cp.engines.ddp import DDPEngine
 from lightning_cp.engines.fsdp import ShardedEngine
-from lightning_cp.engines.fsdp_gradients import Root
+from lightning_cp.engines.fsdp_gradients import FsdpGradients
 from lightning_cp.errors import ConfigError
 from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
 from lightning_cp.mesh import ContextParallelMesh
@@ -34,7 +34,7 @@ OURS = (
     FabricStrategy,
     DDPEngine,
     ShardedEngine,
-    Root,
+    FsdpGradients,
     ContextParallelMesh,
     SwapHandle,
 )

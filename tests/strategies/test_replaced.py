@@ -44,4 +44,16 @@ def test_what_came_later_is_left_alone() -> None:
     first.undo()
     assert plugin.answer() == "around around own"
     second.undo()
-    assert plugin.answer() == "around own"
+    assert plugin.answer() == "own"
+    assert not plugin.__dict__
+
+
+def test_values_come_back_to_objects_and_classes() -> None:
+    plugin, kind = Plugin(), type("Kind", (Plugin,), {})
+    with PatchSet() as patches:
+        for owner in (plugin, kind):
+            patches.put_value(owner, "answer", 1)
+            patches.put_value(owner, "answer", 2)
+            assert owner.answer == 2
+    assert plugin.answer() == kind().answer() == "own"
+    assert "answer" not in vars(plugin) | vars(kind)

@@ -102,10 +102,10 @@ class Watch:
 
     def look(self, *_: Any) -> None:
         """Keep the largest."""
-        kept = [local_part(x) for group in self.groups for _, x in group.unreduced()]
+        kept = [local_part(x) for group in self.groups for _, x in group.unreduced_gradients()]
         reduced = self.reduced()
         own = [local_part(p) for p in self.sharded()]
-        gathered = [local_part(x) for group in self.groups for x in group.gathered()]
+        gathered = [local_part(x) for group in self.groups for x in group.gathered_parameters()]
         self.parameters = max(self.parameters, held([*own, *gathered]))
         self.gradients = max(self.gradients, held([*kept, *reduced]))
 

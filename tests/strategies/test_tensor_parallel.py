@@ -177,7 +177,7 @@ def counts(rank: int, world_size: int, settings: dict[str, Any] | None) -> list[
     return found
 
 
-@pytest.mark.filterwarnings("ignore:.*given different values by ranks")
+@pytest.mark.filterwarnings("ignore:.*got different values from ranks")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_that_share_layers_count_once(ranks: int) -> None:
     (want,) = run_ranks(1, counts, None)

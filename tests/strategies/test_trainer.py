@@ -443,15 +443,24 @@ class Unpacking(ContextParallelCallback):
         return super().shard_batch(batch.fields, needs_labels=needs_labels)
 
 
-def with_callback(rank: int, world_size: int) -> torch.Tensor:
-    module = Small()
-    trainer = trainer_of(world_size, RING, callbacks=[Unpacking()])
+def with_callback(rank: int, world_size: int, by_class: bool) -> torch.Tensor:
+    module, callback = Small(), ContextParallelCallback()
+    if by_class:
+        callback = Unpacking()
+    else:
+
+        def unpack(batch: Any, *, needs_labels: bool) -> Any:
+            return callback.core.shard(batch.fields, needs_labels=needs_labels)
+
+        callback.shard_batch = unpack  # type: ignore[method-assign]
+    trainer = trainer_of(world_size, RING, callbacks=[callback])
     trainer.fit(module, loader(8, collate_fn=Sentence))
     return weights(module)
 
 
-def test_a_callback_of_the_user_reads_batches() -> None:
-    for got in run_ranks(2, with_callback):
+@pytest.mark.parametrize("by_class", [True, False], ids=["subclass", "instance"])
+def test_a_callback_of_the_user_reads_batches(by_class: bool) -> None:
+    for got in run_ranks(2, with_callback, by_class):
         close(got, plain("small"))
 
 

@@ -176,7 +176,7 @@ def test_a_program_without_a_file_is_refused(tmp_path: Path) -> None:
     code = f"import sys; sys.argv[0] = '-c'; exec(open({str(app)!r}).read())"
     done = run(tmp_path, "-c", code, "-m", OURS, "+x=1")
     assert done.returncode == 1
-    assert "every job runs the program anew, but '-c' is no file" in done.stderr
+    assert "every job runs the program again, but '-c' is not a file" in done.stderr
 
 
 def test_a_sweep_under_torchrun_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_cp.engines.tensor_parallel import FusedColwiseLinear, share_layers
 from lightning_cp.engines.tensor_parallel.auto_plan import KNOWN_TYPES, automatic_plan
-from lightning_cp.engines.tensor_parallel.user_plan import given_plan
+from lightning_cp.engines.tensor_parallel.user_plan import plan_from_patterns
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh
 from tests.pool import expect_on_every_rank, run_ranks
@@ -285,8 +285,8 @@ def test_parameters_that_heads_may_share_keep_attention_whole() -> None:
     """Gradients would be those of one rank's heads only."""
     model = nn.Sequential(_Bare(head_dim=4, scale=nn.Parameter(torch.ones(4))), PlainLlama())
     plan = automatic_plan(model, 2)
-    assert [whole.name for whole in plan.whole] == ["0"]
-    assert "scale" in plan.whole[0].why
+    assert [whole.name for whole in plan.replicated] == ["0"]
+    assert "scale" in plan.replicated[0].why
     assert not any(name.startswith("0.") for name in plan.styles)
 
 
@@ -372,7 +372,7 @@ def test_plans_that_take_heads_apart_are_refused(name: str) -> None:
     finally:
         torch.set_default_dtype(before)
     with pytest.raises(ConfigError, match=message):
-        given_plan(model, plan, 2)
+        plan_from_patterns(model, plan, 2)
 
 
 def test_layers_that_gather_or_split_may_stand_alone() -> None:
@@ -382,7 +382,7 @@ def test_layers_that_gather_or_split_may_stand_alone() -> None:
         "blocks.*.down": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Replicate()),
     }
-    assert len(given_plan(PlainLlama(), plan, 2).styles) == 2 * len(PlainLlama().blocks) + 1
+    assert len(plan_from_patterns(PlainLlama(), plan, 2).styles) == 2 * len(PlainLlama().blocks) + 1
 
 
 class _Strange(nn.Module):
@@ -423,7 +423,7 @@ def test_layers_of_unknown_names_say_what_they_were_given(plan: Any, match: str 
 def test_a_plan_for_other_layers_asks_for_no_heads() -> None:
     model = nn.ModuleDict({"attention": _Bare(), "mlp": PlainLlama().blocks[0]})
     plan = {"mlp.up": "colwise", "mlp.gate": "colwise", "mlp.down": "rowwise"}
-    assert list(given_plan(model, plan, 2).styles) == list(plan)
+    assert list(plan_from_patterns(model, plan, 2).styles) == list(plan)
 
 
 def test_a_gate_that_is_one_number_stays_whole() -> None:
@@ -431,7 +431,7 @@ def test_a_gate_that_is_one_number_stays_whole() -> None:
     model = nn.ModuleDict(
         {"gate": nn.Linear(8, 1), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
     )
-    assert len(given_plan(model, {"up": "colwise", "down": "rowwise"}, 2).styles) == 2
+    assert len(plan_from_patterns(model, {"up": "colwise", "down": "rowwise"}, 2).styles) == 2
 
 
 def shares(rank: int, world_size: int) -> None:

@@ -211,7 +211,7 @@ def _value(run: TrainRun, by: str) -> Any:
     if by not in run.settings:
         near = get_close_matches(by, run.settings, n=3, cutoff=0.4)
         raise ConfigError(
-            f"by={by} is no setting of {run.name}. Name one of its .hydra/config.yaml with dots"
+            f"by={by} is not a setting of {run.name}. Name one of its .hydra/config.yaml with dots"
             f"{': ' if near else ''}{', '.join(near)}."
         )
     return run.settings[by]

@@ -76,7 +76,7 @@ def find_runs(sweep: str) -> list[Path]:
     folder = Path(sweep)
     if not folder.is_dir():
         raise ConfigError(
-            f"sweep={sweep} is no folder: there is no {folder.absolute()}. "
+            f"sweep={sweep} is not a folder: {folder.absolute()} does not exist. "
             "Give the folder of a sweep, which has a folder for each job."
         )
     found = [path.parents[1] for path in folder.rglob(str(SETTINGS)) if path.parents[1] != folder]

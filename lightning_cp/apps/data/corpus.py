@@ -59,7 +59,7 @@ def stdlib_files(exclude: Collection[str] = ()) -> list[Document]:
     if not found:
         raise ConfigError(
             f"data=python_stdlib reads the standard library's *.py files, but found none under "
-            f"{root}. Use data=text_files data.paths=[...] with files of your own."
+            f"{root}. Use data=text_files data.paths=[...] with your own files."
         )
     return sorted(found, key=lambda document: document.name)
 

@@ -32,7 +32,7 @@ class TrainingSampler(DistributedSampler[Any]):
     taken from that count when the first sample is requested. A pass always has its whole length.
     """
 
-    goes_on_by_itself = True
+    resumes_by_itself = True
     """Resuming must not skip the batches already trained on: the sampler does."""
 
     def __init__(self, data: ByteDataModule, **options: Any) -> None:

@@ -28,7 +28,7 @@ _UNREAD = (
     *(f"trainer.{name}" for name in ("enable_model_summary", "num_sanity_val_steps")),
 )
 HELP: dict[str, Any] = {"about": _ABOUT, "unread": _UNREAD}
-"""Of a program that reads the main job's config."""
+"""Arguments of ``explain_keys`` for a program that reads the main job's config."""
 
 
 @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="train")

@@ -10,8 +10,9 @@ from lightning.pytorch.callbacks import Callback
 from omegaconf import DictConfig, open_dict
 
 from lightning_cp.apps.train.run import check_extras, instantiate_part, silence_expected_warnings
+from lightning_cp.config import StrategyConfig
 from lightning_cp.errors import ConfigError
-from lightning_cp.strategies.validation import require_known
+from lightning_cp.strategies.validation import check_parity_schedule
 
 
 class StopBeforeTraining(Callback):
@@ -53,8 +54,8 @@ def examine(config: DictConfig, trainers: list[L.Trainer]) -> None:
     trainers.append(trainer)
     trainer.fit(model, datamodule=data)
     strategy: Any = trainer.strategy
-    if not strategy.parity.healthy:
-        why = strategy.parity.left_out or "no batch came"
+    if not strategy.parity.report:
+        why = strategy.parity.skip_reason or "no batch came"
         raise ConfigError(
             f"the doctor could not look at this model: {why}. "
             "Mend that first, and run the doctor again."
@@ -74,6 +75,7 @@ def _set_parity_check(config: DictConfig) -> None:
             f"the doctor compares a context-parallel strategy with one process, and this one ({name}) shares "
             "no sequence. Take strategy=hybrid, ring, ulysses, fsdp or another one of configs/strategy."
         )
-    require_known(strategy.parity_check)
+    check_parity_schedule(strategy.parity_check)
     with open_dict(strategy):
-        strategy.parity_check = "first_batch"
+        strategy.parity_check = StrategyConfig.parity_check
+        (strategy.get("diagnostics") or {}).pop("parity_check", None)

@@ -52,7 +52,7 @@ def check(config: Mapping[str, Any]) -> None:
     """
     strange = sorted(set(config) - _known())
     if strange:
-        raise ConfigError(f"{strange[0]} is no setting of the planner's: see configs/plan.yaml.")
+        raise ConfigError(f"{strange[0]} is not a setting of the planner: see configs/plan.yaml.")
     length = (config.get("data") or {}).get("seq_len")
     if length != config["seq_len"]:
         raise ConfigError(

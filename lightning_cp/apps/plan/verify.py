@@ -300,7 +300,7 @@ def _shard(model: nn.Module, mesh: ContextParallelMesh, settings: StrategyConfig
 def _give_gradients(model: nn.Module) -> None:
     """Give parameters gradients as after a backward, sharded like the parameters."""
     for group in groups_of(model):
-        group.give_gradients()
+        group.allocate_gradients()
     for p in model.parameters():
         if p.requires_grad and p.grad is None:
             p.grad = torch.empty_like(p)

@@ -18,7 +18,7 @@ from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.utils.run_folder import FOLDER_OF_FIRST
 
 AUTO = "auto"
-_KEPT = "LIGHTNING_CP_RESUME"
+_CHOSEN_CHECKPOINT = "LIGHTNING_CP_RESUME"
 """The checkpoint that the user's process chose, for the processes that it starts."""
 
 
@@ -35,10 +35,10 @@ def checkpoint_to_resume(asked: str | None, checkpoints: Path) -> str | None:
     if asked != AUTO:
         _check_path(asked)
         return asked
-    if _KEPT in os.environ:
-        return os.environ[_KEPT] or None
+    if _CHOSEN_CHECKPOINT in os.environ:
+        return os.environ[_CHOSEN_CHECKPOINT] or None
     found = newest_whole(checkpoints)
-    os.environ[_KEPT] = str(found or "")
+    os.environ[_CHOSEN_CHECKPOINT] = str(found or "")
     if found is None:
         print_once(f"resume=auto: no checkpoint in {_shown(checkpoints)} yet, so this is a new run")
     else:
@@ -70,8 +70,8 @@ def newest_whole(folder: Path) -> Path | None:
             return path
     if there:
         raise CheckpointError(
-            f"resume=auto found {len(there)} checkpoints in {_shown(folder)}, and none is whole. Move them "
-            "away to start anew, or name another one: resume=PATH."
+            f"resume=auto found {len(there)} checkpoints in {_shown(folder)}, and none is complete. "
+            "Move them away to start a new run, or name another one: resume=PATH."
         )
     return None
 
@@ -101,8 +101,8 @@ def _check_path(checkpoint: str | None) -> None:
         open_checkpoint(path)
     except CheckpointError as refused:
         raise CheckpointError(
-            f"resume={checkpoint} is no checkpoint: {refused} A run leaves checkpoints/last.ckpt and "
-            "checkpoints/best.ckpt in its folder; resume=null starts anew, and resume=auto with "
+            f"resume={checkpoint} is not a checkpoint: {refused} A run leaves checkpoints/last.ckpt and "
+            "checkpoints/best.ckpt in its folder; resume=null starts a new run, and resume=auto with "
             "hydra.run.dir=FOLDER takes the newest one of that folder."
         ) from None
 
@@ -120,7 +120,7 @@ def check_folder_named(asked: str | None, overrides: list[str]) -> None:
     named = any(x.lstrip("+").startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for x in overrides)
     if asked == AUTO and not named:
         raise ConfigError(
-            "resume=auto goes on in the run's own folder, and by default that is a new one each time. Name "
+            "resume=auto continues in the run's own folder, which is a new one each time by default. Name "
             "it: resume=auto hydra.run.dir=outputs/NAME."
         )
 

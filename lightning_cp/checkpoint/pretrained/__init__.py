@@ -1,6 +1,6 @@
 """Hugging Face checkpoints (safetensors) into models of any sharding, and back.
 
-Nothing here knows of Lightning. ``header`` and ``index`` say what a directory holds and refuse bad files;
-``keys`` and ``local`` say which part of which tensor goes where (``plan``); ``reader`` reads it, ``load``
-does all of it together, ``export`` writes.
+Nothing here uses Lightning. ``files`` lists the tensors of a directory and refuses bad files; ``keys`` and
+``matching`` assign them to parameters, ``plan`` to this rank's parts; ``reader`` reads, ``load`` does all of
+it, ``export`` writes.
 """

@@ -23,7 +23,7 @@ from lightning_cp.checkpoint.pretrained.reader import SliceReader
 
 
 class CheckedStorageReader(HuggingFaceStorageReader):
-    """PyTorch's reader of safetensors files, which follows the index, refuses bad files and maps none.
+    """PyTorch's reader of safetensors files, which also follows the index, refuses bad files and maps none.
 
     ``torch.distributed.checkpoint.load(state_dict, storage_reader=CheckedStorageReader(path))``
 
@@ -39,7 +39,7 @@ class CheckedStorageReader(HuggingFaceStorageReader):
         super().__init__(str(self._checkpoint.path))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Names, shapes and dtypes, as the headers say that were checked."""
+        """Names, shapes and dtypes of the checked headers."""
         entries = self._checkpoint.entries
         described = {
             name: TensorStorageMetadata(
@@ -64,7 +64,7 @@ class CheckedStorageReader(HuggingFaceStorageReader):
         )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Every item straight into the tensor that the planner names."""
+        """Read every item straight into the tensor that the planner names."""
         entries = self._checkpoint.entries
         items = sorted(
             plan.items, key=lambda x: (_at(entries[x.storage_index.fqn]), tuple(x.storage_offsets))

@@ -48,11 +48,11 @@ from lightning_cp.checkpoint.pretrained.writer import (
     split_into_files,
 )
 from lightning_cp.checkpoint.tensors import assemble
-from lightning_cp.comm.consensus import World, error_summary, raise_on_all
+from lightning_cp.comm.consensus import World, error_summary
 from lightning_cp.errors import CheckpointError, ConfigError, without_home
 from lightning_cp.utils.module_hooks import strip_wrappers
 
-# The plan of an export: which parameters under which keys, in which files; nothing is written yet.
+# The plan of an export: parameters, their keys and their files; nothing is written yet.
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class JoinedTensor:
 
     tensors: tuple[torch.Tensor, ...]
     dim: int = 0
-    """Along which they lie side by side."""
+    """The dimension along which they are concatenated."""
 
     def shape(self, dtype: torch.dtype | None) -> TensorSpec:
-        """In the file."""
+        """Entry of the joined tensor in the file."""
         first, shape = self.tensors[0], list(self.tensors[0].shape)
         if len(self.tensors) > 1:
             shape[self.dim] = sum(x.shape[self.dim] for x in self.tensors)
@@ -81,7 +81,7 @@ class ExportPlan:
     shapes: dict[str, TensorSpec]
     files: dict[str, list[str]]
     is_adapter: bool = False
-    """The network writes it by itself, as adapters have files of their own; ``files`` is empty."""
+    """True if the network writes itself, as adapters have their own files; ``files`` is empty."""
 
 
 def plan_export(
@@ -91,10 +91,10 @@ def plan_export(
     dtype: torch.dtype | None,
     file_bytes: int,
 ) -> ExportPlan:
-    """Decide it; the arguments are those of ``export_pretrained``.
+    """Plan an export; the arguments are those of ``export_pretrained``.
 
     Raises:
-        ConfigError: options that cannot be.
+        ConfigError: invalid options.
     """
     if type(file_bytes) is not int or file_bytes < 1:
         raise ConfigError(
@@ -116,7 +116,7 @@ def plan_export(
     rules = rules_of(keys)
     check_rules_used(rules, [name for names in held.aliases.values() for name in names])
     if adapters := adapters_of(network):
-        _leave_adapters(held, adapters)
+        _keep_adapters(held, adapters)
     parts = _parts(held, rules)
     shapes = {key: joined.shape(dtype) for key, joined in parts.items()}
     files = {} if adapters else split_into_files(shapes, file_bytes)
@@ -124,13 +124,13 @@ def plan_export(
 
 
 def adapters_of(network: nn.Module) -> frozenset[str]:
-    """The names of a network's adapters, as peft and transformers hold them."""
+    """The names of a network's adapters, as peft and transformers store them."""
     configs = getattr(network, "peft_config", None)
     return frozenset(configs) if isinstance(configs, Mapping) else frozenset()
 
 
-def _leave_adapters(held: Tensors, adapters: frozenset[str]) -> None:
-    """Forget what belongs to the frozen network: names have the adapter's in them, or are trained as well."""
+def _keep_adapters(held: Tensors, adapters: frozenset[str]) -> None:
+    """Keep only adapters' tensors: their names contain the adapter's, or they are trained as well."""
     for name, x in list(held.by_name.items()):
         named = any(adapters & set(alias.split(".")) for alias in held.aliases[name])
         if not (named or x.requires_grad):
@@ -138,7 +138,7 @@ def _leave_adapters(held: Tensors, adapters: frozenset[str]) -> None:
 
 
 def _network(model: nn.Module, prefix: str | None) -> tuple[str, nn.Module]:
-    """Where the network begins, and which it is: the outermost that says how it is saved."""
+    """Name and module of the network: the outermost module with its own way to be saved."""
     for path, module in model.named_modules():
         at = f"{strip_wrappers(path)}." if path else ""
         saves = callable(getattr(module, "save_pretrained", None)) and hasattr(module, "config")
@@ -168,14 +168,14 @@ def _parts(held: Tensors, rules: Sequence[Rule]) -> dict[str, JoinedTensor]:
 
 
 def _rules(held: Tensors, rules: Sequence[Rule]) -> Iterator[tuple[str, Rule]]:
-    """The rule for each: tied ones under the first of their names that has a line in ``keys``."""
+    """The rule for each parameter: tied ones under the first of their names that has a line in ``keys``."""
     for names in held.aliases.values():
         found = ((name, made) for name in names for rule in rules if (made := rule.of(name)))
         yield next(found, (names[0], rule_for(names[0], ())))
 
 
 def _dim(key: str, tensors: Sequence[torch.Tensor], wanted: int | None) -> int:
-    """Along which the file has them side by side."""
+    """The dimension along which the file's tensor joins the parameters."""
     if len(tensors) == 1:
         return 0
     dims = joinable([tuple(x.shape) for x in tensors], wanted)
@@ -194,22 +194,22 @@ def _dim(key: str, tensors: Sequence[torch.Tensor], wanted: int | None) -> int:
     return dims[0]
 
 
-# The files of an export: every rank takes part in having tensors whole, and one of them writes.
+# The files of an export: all ranks gather tensors, and one of them writes.
 
 
 EXPORTING = "exporting weights"
-"""For messages."""
+"""Name of the work in messages."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class ExportWriter:
-    """The rank that writes, or (without a folder) one that takes part in gathering only.
+    """Writes files on one rank; takes part in gathering on the others, which have no folder.
 
-    An error is kept until all ranks come to know it: before they gather the next tensor, or at the end.
+    An error is raised once all ranks know of it: before the next tensor is gathered, or at the end.
 
     Args:
-        folder: where files are written; on one rank.
-        target: what it is to be called, for messages.
+        folder: where files are written; on one rank only.
+        target: its final name, for messages.
         device_type: of the default group's tensors.
     """
 
@@ -219,7 +219,7 @@ class ExportWriter:
         self._file: TensorFile | None = None
 
     def try_to(self, act: Callable[[Path], object]) -> None:
-        """Do something with the folder, if all went well so far."""
+        """Run ``act`` on the folder, unless an earlier call failed."""
         if self._folder is None or self.error is not None:
             return
         try:
@@ -229,11 +229,11 @@ class ExportWriter:
             self.error = raised
 
     def write(self, made: ExportPlan) -> None:
-        """All files of tensors; every rank comes here.
+        """Write all files of tensors. Collective.
 
         Raises:
-            CheckpointError: this rank cannot write, or cannot have a tensor whole.
-            RankFailure: another rank cannot.
+            CheckpointError: this rank cannot write, or cannot hold a whole tensor.
+            RankFailure: another rank failed.
         """
         for name, keys in made.files.items():
             shapes = {key: made.shapes[key] for key in keys}
@@ -247,18 +247,18 @@ class ExportWriter:
                     self._file.close()
                 self._file = None
 
-    def gathered(self, made: ExportPlan) -> dict[str, torch.Tensor]:
-        """All tensors at once, on the rank that writes, empty on others; every rank comes here.
+    def gather_all(self, made: ExportPlan) -> dict[str, torch.Tensor]:
+        """Gather all tensors on the rank that writes; empty on others. Collective.
 
         Raises:
-            CheckpointError: this rank cannot have a tensor whole.
-            RankFailure: another rank cannot.
+            CheckpointError: this rank cannot hold a whole tensor.
+            RankFailure: another rank failed.
         """
         whole: dict[str, torch.Tensor] = {}
         for key, joined in made.parts.items():
             parts = [self._whole(key, x) for x in joined.tensors]
             if self._folder is not None:
-                made_of = _side_by_side([x.detach().cpu() for x in parts], joined.dim)
+                made_of = _concatenate([x.detach().cpu() for x in parts], joined.dim)
                 whole[key] = made_of.to(made.shapes[key].dtype)
         return whole
 
@@ -266,41 +266,41 @@ class ExportWriter:
         self._file = TensorFile(folder / name, shapes)
 
     def _add_all(self, key: str, joined: JoinedTensor, dtype: torch.dtype) -> None:
-        if joined.dim == 0:  # then they follow each other in the file
+        if joined.dim == 0:  # dim 0: they are contiguous in the file
             for x in joined.tensors:
                 self._add([self._whole(key, x)], 0, dtype)
         else:
             self._add([self._whole(key, x) for x in joined.tensors], joined.dim, dtype)
 
     def _whole(self, key: str, x: torch.Tensor) -> torch.Tensor:
-        """Once all ranks can have it: who fails while it is gathered leaves the others waiting."""
+        """Gather a tensor once all ranks have room for it: a rank that failed within would leave the others
+        waiting.
+        """
         if isinstance(x, DTensor):
             try:
                 if self.error is None:
                     _check_room(key, x)
             except CheckpointError as raised:
                 self.error = raised
-            raise_on_all(self.error, self._device_type, what=EXPORTING)
+            World().raise_on_all(self.error, self._device_type, what=EXPORTING)
         return assemble(x)
 
     def _add(self, parts: list[torch.Tensor], dim: int, dtype: torch.dtype) -> None:
         file = self._file
         if file is not None:
-            self.try_to(
-                lambda _: file.write(_side_by_side([x.cpu() for x in parts], dim).to(dtype))
-            )
+            self.try_to(lambda _: file.write(_concatenate([x.cpu() for x in parts], dim).to(dtype)))
 
 
 @contextmanager
 def export_errors(target: Path) -> Iterator[None]:
-    """Of an export that has not got its name; what fails after that is told as it is.
+    """Convert errors of an export before it has its name; later errors stay as they are.
 
     Args:
         target: the name.
 
     Raises:
-        ConfigError: it is that.
-        CheckpointError: whatever else was raised.
+        ConfigError: raised as such.
+        CheckpointError: any other error.
     """
     try:
         yield
@@ -315,7 +315,7 @@ def export_errors(target: Path) -> Iterator[None]:
             "nothing of it is "
             f"left. {advice}, and call it again: the model is as it was."
         ) from None
-    except Exception as raised:  # of the configuration's own save_pretrained, say
+    except Exception as raised:  # e.g. from the configuration's save_pretrained
         raise CheckpointError(
             f"the export could not be written to {display_path(target)}, and nothing of it is left: "
             f"{error_summary(raised)}. "
@@ -324,13 +324,13 @@ def export_errors(target: Path) -> Iterator[None]:
 
 
 def _check_room(key: str, x: DTensor) -> None:
-    """Have as much memory as it takes to gather ``x``, and give it back.
+    """Check that ``x`` can be gathered, by allocating as much memory and freeing it.
 
     Raises:
-        CheckpointError: there is not as much.
+        CheckpointError: there is not enough.
     """
     local, device = x.to_local(), x.device_mesh.device_type
-    sizes = [x.numel() * x.dtype.itemsize] * (1 if _follow_each_other(x) else 2)
+    sizes = [x.numel() * x.dtype.itemsize] * (1 if _is_concatenation(x) else 2)
     if local.device.type != device:
         sizes.append(local.nbytes)
     try:
@@ -345,20 +345,20 @@ def _check_room(key: str, x: DTensor) -> None:
         ) from raised
 
 
-def _follow_each_other(x: DTensor) -> bool:
-    """True if shards are the whole as they come, so that nothing else has to be made of them."""
+def _is_concatenation(x: DTensor) -> bool:
+    """True if the shards concatenated are the whole tensor, so that nothing needs to be rearranged."""
     sharded = [(p, at) for at, p in enumerate(x.placements) if not p.is_replicate()]
     by_rows = all(type(p) is Shard and p.dim == 0 for p, _ in sharded)
     return by_rows and x.shape[:1].numel() % prod(x.device_mesh.size(at) for _, at in sharded) == 0
 
 
-def _side_by_side(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+def _concatenate(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
 FILE_BYTES = 5_000_000_000
 REPLACEABLE = (INDEX, "config.json", "generation_config.json")
-"""What may be in a folder that is replaced, beside safetensors files and what is written now."""
+"""Files that may be in a folder to be replaced, beside safetensors files and those that are written now."""
 
 
 def export_pretrained(
@@ -380,52 +380,49 @@ def export_pretrained(
     once everything is on the disk, and what ends before leaves nothing.
 
     Args:
-        model: sharded in any way, or not; as Fabric returns it, too.
-        path: the folder to be made, the same on all ranks.
+        model: with any sharding or none; as returned by Fabric, too.
+        path: the new folder, the same on all ranks.
         config: has ``save_pretrained``; by default the network's own, if it has one.
         dtype: of floating-point tensors in the files; by default their own.
-        keys: as for ``load_pretrained``: parameter names to names in the files. A fused parameter cannot be
-            taken apart, since nothing says where; parts of equal shapes say how they are joined (``+0``).
-        prefix: of the model's names, to be left away; by default that of the network from transformers in it.
-        file_bytes: a file is not longer, unless one tensor is.
-        overwrite: replace a folder that is there, if it holds nothing but such files, or others that this
-            export writes again.
+        keys: as for ``load_pretrained``: parameter names to names in the files. A fused parameter cannot
+            be split, since nothing defines where; parts of equal shapes need the dimension to join (``+0``).
+        prefix: removed from the model's names; by default that of the network from transformers in it.
+        file_bytes: the limit of a file's size, unless one tensor is larger.
+        overwrite: replace an existing folder, if it holds only such files, or others that this export
+            writes.
 
     Returns:
         The folder.
 
     Raises:
-        ConfigError: a folder that is there, or options that cannot be.
+        ConfigError: the folder exists, or invalid options.
         CheckpointError: a model that was loaded in part, or files that cannot be written.
         RankFailure: another rank has raised.
     """
-    model, made, error = unwrap(model), None, None
-    device, first = _device_type(model), World().rank == 0
+    model, world = unwrap(model), World()
+    device, first = _device_type(model), world.rank == 0
     target = _same_target(path, device)
     staged = temporary_path(target, SAVING)
     writer = ExportWriter(staged if first else None, target, device)
     try:
-        try:
+        with world.raising_on_all(device, what=EXPORTING):
             check_complete(model)
             _check_options(config, overwrite)
             made = plan_export(model, keys, prefix, dtype_of(dtype), file_bytes)
             writer.try_to(partial(_begin, made, config))
-            if not made.is_adapter:  # of which files will be written is known later
+            if not made.is_adapter:  # adapters' files are known later
                 writer.try_to(partial(_check_free, target, overwrite))
-            error = writer.error
-        except Exception as raised:  # whatever it is: the others are not to wait for this rank
-            error = raised
-        raise_on_all(error, device, what=EXPORTING)
-        assert made is not None
+            if writer.error is not None:
+                raise writer.error
         if made.is_adapter:
-            tensors = writer.gathered(made)
+            tensors = writer.gather_all(made)
             writer.try_to(partial(_save_adapters, made.network, tensors))
         else:
             writer.write(made)
         writer.try_to(partial(_finish, made))
-        writer.try_to(partial(_check_free, target, overwrite))  # that may have taken hours
+        writer.try_to(partial(_check_free, target, overwrite))  # writing may have taken hours
         writer.try_to(lambda folder: put_in_place(folder, target))
-        raise_on_all(writer.error, device, what=EXPORTING)
+        world.raise_on_all(writer.error, device, what=EXPORTING)
     finally:
         if first:
             discard(staged)
@@ -446,21 +443,17 @@ def _check_options(config: Any, overwrite: object) -> None:
 
 
 def _same_target(path: str | os.PathLike[str], device_type: str) -> Path:
-    """Where all ranks export to. Collective.
+    """The folder of the export, the same on all ranks. Collective.
 
     Raises:
-        CheckpointError: no folder of this machine's file system.
-        ConfigError: no path, none that can be made, or not the same on all ranks.
+        CheckpointError: not a folder of this machine's file system.
+        ConfigError: not a path, one that cannot be made, or different ones on ranks.
         RankFailure: another rank has raised.
     """
-    target, error = Path(), None
-    try:
+    with World().raising_on_all(device_type, what=EXPORTING):
         target = local_path(path)
         if not target.name:
             raise ConfigError(f"{target} is there, and cannot be replaced. Name a folder in it.")
-    except Exception as raised:  # whatever it is: the others are not to wait for this rank
-        error = raised
-    raise_on_all(error, device_type, what=EXPORTING)
     every = World().gather(str(target))
     odd = next((rank for rank, other in enumerate(every) if other != every[0]), None)
     if odd is not None:
@@ -473,20 +466,20 @@ def _same_target(path: str | os.PathLike[str], device_type: str) -> Path:
 
 
 def _begin(made: ExportPlan, config: Any, staged: Path) -> None:
-    """With the configuration, whose own files are known then."""
-    sweep(staged.parent)  # what killed exports have left
+    """Write the configuration first, whose files are known then."""
+    sweep(staged.parent)  # leftovers of killed exports
     staged.mkdir(parents=True)
     if not made.is_adapter:
         _save_config(made, staged, config)
 
 
 def _save_adapters(network: Any, tensors: dict[str, torch.Tensor], staged: Path) -> None:
-    """By the network's own method, which knows the names in the files."""
+    """Save adapters with the network's own method, which knows the names in the files."""
     type(network).save_pretrained(network, str(staged), state_dict=tensors)
 
 
 def _check_free(target: Path, overwrite: bool, staged: Path) -> None:
-    """Nothing is at ``target`` that is not to be replaced by what is in ``staged``, or will be."""
+    """Check that ``target`` is free, or holds only files that ``staged`` replaces."""
     if not os.path.lexists(target):
         return
     if target.is_symlink() or not target.is_dir():
@@ -512,7 +505,7 @@ def _is_replaced(x: Path, target: Path, staged: Path) -> bool:
 
 
 def _finish(made: ExportPlan, staged: Path) -> None:
-    """All but the name."""
+    """Write the index, after all tensors."""
     if len(made.files) > 1:
         write_durably(staged / INDEX, index_text(made.shapes, made.files).encode())
     for x in staged.rglob("*"):
@@ -520,7 +513,7 @@ def _finish(made: ExportPlan, staged: Path) -> None:
 
 
 def _save_config(made: ExportPlan, staged: Path, config: Any) -> None:
-    """The network's configuration says the class and the dtype that are in the files now."""
+    """Save the network's configuration with the class and the dtype of the files."""
     given = config if config is not None else getattr(made.network, "config", None)
     if not callable(getattr(given, "save_pretrained", None)):
         return
@@ -544,14 +537,14 @@ def _device_type(model: nn.Module) -> str:
 
 
 def guard_save_pretrained(model: nn.Module) -> None:
-    """Have ``save_pretrained`` of networks that are sharded say what to call instead, as long as they are."""
+    """Make ``save_pretrained`` of sharded networks raise with advice, as long as they are sharded."""
     for module in model.modules():
         if callable(getattr(type(module), "save_pretrained", None)):
             module.__dict__["save_pretrained"] = partial(_refuse_sharded, module)
 
 
 def _refuse_sharded(module: Any, *given: Any, **options: Any) -> Any:
-    """In place of a network's ``save_pretrained``.
+    """Replacement of a network's ``save_pretrained``.
 
     Raises:
         ConfigError: its parameters are shards.

@@ -1,7 +1,9 @@
-"""The header of a safetensors file, checked before anything is allocated for it.
+"""The files of a checkpoint and their safetensors headers, checked before anything is allocated.
 
 The format: 8 bytes with the length of a header, the header as JSON (``name -> dtype, shape, data_offsets``),
-then the tensors' bytes, little-endian and in C order, without a gap.
+then the tensors' bytes, little-endian and in C order, without a gap. The safetensors library (0.8.0) accepts
+headers that are refused here: a name that comes twice, an unknown field, a name that is endless or that a
+terminal obeys, more than 64 dimensions, a size of more than 63 bits.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from lightning_cp.checkpoint.manifest import is_foreign
 from lightning_cp.errors import CheckpointError
 
 HEADER_LIMIT = 100_000_000
-"""Bytes; the limit of the format's own implementation."""
+"""In bytes; the limit of the format's own implementation."""
 
 NAME_LIMIT = 1_000
-"""Characters of a tensor's name; names are told to other ranks, and shown."""
+"""In characters of a tensor's name; names are sent to other ranks, and shown."""
 SIZE_LIMIT = 2**63
-"""Of a dimension or an offset: what 64 bits hold."""
+"""Limit of a dimension or an offset: 64 bits."""
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -58,9 +60,9 @@ class TensorEntry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
-    """The byte of the file where it begins."""
+    """Offset in the file."""
     state: tuple[int, ...]
-    """Of the file when this was read, see ``file_state``."""
+    """State of the file when this was read, see ``file_state``."""
 
     @property
     def nbytes(self) -> int:
@@ -72,8 +74,8 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     """The tensors of a file, in the order of its header.
 
     Raises:
-        CheckpointError: a file that is no safetensors file, or not whole; says what is wrong with which
-            tensor. Nothing was allocated for any of them.
+        CheckpointError: not a safetensors file, or an incomplete one; names the tensor and the fault.
+            Nothing was allocated for any of them.
     """
     try:
         with open_regular(file) as stream:
@@ -81,13 +83,13 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
             length = _header_length(file, stream.read(8), size)
             text = stream.read(length)
     except OSError as error:
-        _refuse_file(file, f"it cannot be read ({error.strerror})")
+        _raise_file_error(file, f"it cannot be read ({error.strerror})")
     if len(text) < length:
-        _refuse_file(file, "it is truncated within its header")
+        _raise_file_error(file, "it is truncated within its header")
     found = parse_json(file, text)
     metadata = found.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(x, str) for x in metadata.values()):
-        _refuse_file(file, "its __metadata__ is not a mapping of text to text")
+        _raise_file_error(file, "its __metadata__ is not a mapping of text to text")
     for name in found:
         check_name(file, name)
     entries = {name: _entry(file, name, said, 8 + length, state) for name, said in found.items()}
@@ -96,44 +98,44 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def file_state(fd: int) -> tuple[int, ...]:
-    """Marks of a file that change once it is replaced or written to: its place, length and time."""
+    """Marks of a file that change when it is replaced or written to: its inode, length and time."""
     found = os.fstat(fd)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def check_name(file: Path, name: str) -> None:
-    """A tensor's name is text that can be shown.
+    """Check that a tensor's name can be shown.
 
     Raises:
-        CheckpointError: it is too long, or has characters that a terminal might obey.
+        CheckpointError: it is too long, or has characters that control a terminal.
     """
     if len(name) > NAME_LIMIT:
-        _refuse_file(
+        _raise_file_error(
             file, f"a tensor's name has {len(name):,} characters, and {NAME_LIMIT:,} is the limit"
         )
     if not name.isprintable():
-        _refuse_file(file, f"{name!r} has characters that cannot be shown")
+        _raise_file_error(file, f"{name!r} has characters that cannot be shown")
 
 
 def open_regular(file: Path) -> BinaryIO:
-    """Open for reading what is a regular file: a pipe, say, would be waited for forever.
+    """Open a regular file for reading; any other, such as a pipe, could block forever.
 
     Raises:
-        CheckpointError: it is no file.
-        OSError: it is not there, or may not be read.
+        CheckpointError: not a regular file.
+        OSError: it does not exist, or may not be read.
     """
     if not stat.S_ISREG(os.stat(file).st_mode):  # noqa: PTH116 - follows links, as opening does
-        _refuse_file(file, "it is no regular file")
+        _raise_file_error(file, "it is no regular file")
     return file.open("rb", buffering=0)
 
 
 def parse_json(file: Path, text: bytes, what: str = "its header") -> dict[str, Any]:
-    """JSON with an object at the top, in which no name comes twice.
+    """Parse JSON with an object at the top, in which names are unique.
 
     Args:
         file: for messages.
-        text: what it holds.
-        what: what that is called.
+        text: its content.
+        what: name of the content, for messages.
 
     Raises:
         CheckpointError: anything else.
@@ -141,9 +143,9 @@ def parse_json(file: Path, text: bytes, what: str = "its header") -> dict[str, A
     try:
         found = json.loads(text.decode(), object_pairs_hook=_once, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        _refuse_file(file, f"{what} is not valid JSON ({_short(error)})")
+        _raise_file_error(file, f"{what} is not valid JSON ({_short(error)})")
     if not isinstance(found, dict):
-        _refuse_file(file, f"{what} is not a JSON object")
+        _raise_file_error(file, f"{what} is not a JSON object")
     return found
 
 
@@ -166,12 +168,14 @@ def _no_constant(text: str) -> NoReturn:
 
 def _header_length(file: Path, start: bytes, size: int) -> int:
     if len(start) < 8:
-        _refuse_file(file, f"it is truncated: {size} bytes, where a header's length takes 8")
+        _raise_file_error(file, f"it is truncated: {size} bytes, where a header's length takes 8")
     length = int.from_bytes(start, "little")
     if length > HEADER_LIMIT:
-        _refuse_file(file, f"its header claims {length:,} bytes, and {HEADER_LIMIT:,} is the limit")
+        _raise_file_error(
+            file, f"its header claims {length:,} bytes, and {HEADER_LIMIT:,} is the limit"
+        )
     if length > size - 8:
-        _refuse_file(
+        _raise_file_error(
             file, f"it is truncated: its header claims {length:,} bytes, it has {size - 8:,}"
         )
     return length
@@ -179,19 +183,23 @@ def _header_length(file: Path, start: bytes, size: int) -> int:
 
 def _entry(file: Path, name: str, said: Any, data: int, state: tuple[int, ...]) -> TensorEntry:
     if not isinstance(said, dict) or set(said) != {"dtype", "shape", "data_offsets"}:
-        _refuse_file(file, f"of {name!r} it does not say exactly dtype, shape and data_offsets")
+        _raise_file_error(
+            file, f"of {name!r} it does not say exactly dtype, shape and data_offsets"
+        )
     if not isinstance(said["dtype"], str) or said["dtype"] not in DTYPES:
-        _refuse_file(
+        _raise_file_error(
             file,
             f"{name!r} has dtype {str(said['dtype'])[:80]!r}; those known are {', '.join(DTYPES)}",
         )
     shape = _integers(file, name, "shape", said["shape"])
     offsets = _integers(file, name, "data_offsets", said["data_offsets"])
     if len(offsets) != 2 or offsets[0] > offsets[1]:
-        _refuse_file(file, f"{name!r} has data_offsets {list(offsets)}, not a start and an end")
+        _raise_file_error(
+            file, f"{name!r} has data_offsets {list(offsets)}, not a start and an end"
+        )
     entry = TensorEntry(name, file, DTYPES[said["dtype"]], shape, data + offsets[0], state)
     if entry.nbytes != offsets[1] - offsets[0]:
-        _refuse_file(
+        _raise_file_error(
             file,
             f"{name!r} of shape {list(shape)} and dtype {said['dtype']} takes {entry.nbytes:,} bytes, but "
             f"its data_offsets say {offsets[1] - offsets[0]:,}",
@@ -201,41 +209,43 @@ def _entry(file: Path, name: str, said: Any, data: int, state: tuple[int, ...]) 
 
 def _integers(file: Path, name: str, what: str, said: Any) -> tuple[int, ...]:
     if not isinstance(said, list) or not all(type(x) is int and x >= 0 for x in said):
-        _refuse_file(
+        _raise_file_error(
             file, f"{name!r} has {what} {str(said)[:80]}, not a list of integers from 0 on"
         )
     if len(said) > 64:
-        _refuse_file(file, f"{name!r} has {len(said)} dimensions, and 64 is the limit")
+        _raise_file_error(file, f"{name!r} has {len(said)} dimensions, and 64 is the limit")
     if max(said, default=0) >= SIZE_LIMIT:
-        _refuse_file(file, f"{name!r} has {what} of numbers that take more than 63 bits")
+        _raise_file_error(file, f"{name!r} has {what} of numbers that take more than 63 bits")
     return tuple(said)
 
 
 def _check_cover(file: Path, entries: Mapping[str, TensorEntry], data: int, size: int) -> None:
-    """Tensors lie one after the other to the end of the file, none over another one."""
+    """Check that tensors cover the data to the end of the file, without gap or overlap."""
     at, before = data, "the header"
     for entry in sorted(entries.values(), key=lambda x: (x.start, x.nbytes)):
         if entry.start < at:
-            _refuse_file(file, f"{entry.name!r} overlaps {before}")
+            _raise_file_error(file, f"{entry.name!r} overlaps {before}")
         if entry.start > at:
-            _refuse_file(
+            _raise_file_error(
                 file, f"there is a gap of {entry.start - at:,} bytes before {entry.name!r}"
             )
         at, before = entry.start + entry.nbytes, repr(entry.name)
     if at > size:
-        _refuse_file(file, f"it is truncated: its tensors end at byte {at:,}, the file at {size:,}")
+        _raise_file_error(
+            file, f"it is truncated: its tensors end at byte {at:,}, the file at {size:,}"
+        )
     if at < size:
-        _refuse_file(file, f"{size - at:,} bytes after its last tensor belong to none")
+        _raise_file_error(file, f"{size - at:,} bytes after its last tensor belong to none")
 
 
-def _refuse_file(file: Path, what: str) -> NoReturn:
+def _raise_file_error(file: Path, what: str) -> NoReturn:
     raise CheckpointError(
         f"{file.name} is refused: {what}. Nothing was loaded. Fetch the file again, or have who made it "
         "write it again."
     )
 
 
-# The files of a checkpoint and the tensors in them: plain names inside one directory, nothing else.
+# The files of a checkpoint and their tensors: plain names inside one directory only.
 
 
 SINGLE = "model.safetensors"
@@ -251,44 +261,46 @@ _OF_A_RUN = (
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The content of a directory, by the names in it."""
+    """The tensors of a directory, by name."""
 
     path: Path
     entries: dict[str, TensorEntry]
-    alone: str = ""
-    """The one file that was given, where others stand beside it."""
+    single_file: str = ""
+    """Name of the file that was given, if the directory has others too."""
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Size of all tensors."""
         return sum(entry.nbytes for entry in self.entries.values())
 
     @property
-    def shown(self) -> str:
-        """For messages."""
+    def display_name(self) -> str:
+        """Path for messages."""
         return (
-            f"the file {self.alone!r} alone" if self.alone else f"the checkpoint {self.path.name!r}"
+            f"the file {self.single_file!r} alone"
+            if self.single_file
+            else f"the checkpoint {self.path.name!r}"
         )
 
     @property
     def advice(self) -> str:
-        """Advice if it is not of the model."""
-        if not self.alone:
+        """Advice if it does not fit the model."""
+        if not self.single_file:
             return ""
         return f" Its folder has {INDEX}: give the folder, to load all of its files."
 
 
 def open_weight_files(path: str | os.PathLike[str]) -> WeightFiles:
-    """Read and check every header of a checkpoint; no tensor is touched.
+    """Read and check every header of a checkpoint; no tensor is read.
 
     Args:
         path: a directory with ``model.safetensors`` or ``model.safetensors.index.json``, or such a file.
 
     Raises:
-        CheckpointError: there is none, it is damaged, not safetensors, or leads out of its directory.
-        ConfigError: it is no path.
+        CheckpointError: it is missing, damaged, not safetensors, or leads out of its directory.
+        ConfigError: not a path.
     """
-    path, alone = locate(local_path(path)), ""
+    path, single_file = locate(local_path(path)), ""
     if not path.exists():
         raise CheckpointError(
             f"there is no checkpoint at {display_path(path)!r}. Give a directory with {SINGLE} or {INDEX}. "
@@ -301,28 +313,30 @@ def open_weight_files(path: str | os.PathLike[str]) -> WeightFiles:
     else:
         path, chosen = path.parent, path
         if chosen.name != INDEX and (path / INDEX).is_file():
-            alone = chosen.name
+            single_file = chosen.name
     if chosen.suffix in PICKLES:
-        _refuse_pickle(chosen)
+        _raise_pickle_error(chosen)
     files = _indexed(chosen) if chosen.name.endswith(".json") else {chosen.name: None}
     entries: dict[str, TensorEntry] = {}
     for name in sorted(files):
         held = read_header(_inside(path, name))
         for key in files[name] or ():
             if key not in held:
-                _refuse(chosen, f"it says that {key!r} is in {name}, which does not hold it")
+                _raise_error(chosen, f"it says that {key!r} is in {name}, which does not hold it")
         for key, entry in held.items():
             if key in entries:
-                _refuse(chosen, f"{key!r} is in two files, {entries[key].file.name} and {name}")
+                _raise_error(
+                    chosen, f"{key!r} is in two files, {entries[key].file.name} and {name}"
+                )
             entries[key] = entry
-    return WeightFiles(path, entries, alone)
+    return WeightFiles(path, entries, single_file)
 
 
 def _of_directory(path: Path) -> Path:
-    """The file of a directory to begin with."""
+    """The index or the single file of a directory."""
     single, index = path / SINGLE, path / INDEX
     if single.is_file() and index.is_file():
-        _refuse(
+        _raise_error(
             path, f"there are {SINGLE} and {INDEX}; give the path of the one that is to be loaded"
         )
     if single.exists() or index.exists():
@@ -336,35 +350,39 @@ def _of_directory(path: Path) -> Path:
         return others[0]
     pickles = [x for x in sorted(path.iterdir()) if x.suffix in PICKLES]
     if pickles and not others:
-        _refuse_pickle(pickles[0])
+        _raise_pickle_error(pickles[0])
     what = f"there is neither {SINGLE} nor {INDEX}"
     if others:
         what = f"there are {len(others)} files such as {others[0].name}, and no {INDEX}"
-    return _refuse(path, what)
+    return _raise_error(path, what)
 
 
 def _indexed(index: Path) -> dict[str, list[str] | None]:
-    """File -> keys, as the index says."""
+    """File -> keys, from the index."""
     try:
         with open_regular(index) as stream:
             size = os.fstat(stream.fileno()).st_size
             if size > HEADER_LIMIT:
-                _refuse(index, f"it has {size:,} bytes, and {HEADER_LIMIT:,} is the limit")
-            text = stream.read(size)  # a limit above it would be allocated
+                _raise_error(index, f"it has {size:,} bytes, and {HEADER_LIMIT:,} is the limit")
+            text = stream.read(size)  # a larger limit would be allocated
     except OSError as error:
-        _refuse(index, f"it cannot be read ({error.strerror})")
+        _raise_error(index, f"it cannot be read ({error.strerror})")
     said = parse_json(index, text, "the index").get("weight_map")
     if not isinstance(said, dict) or not said:
-        _refuse(index, "it has no weight_map")
+        _raise_error(index, "it has no weight_map")
     files: dict[str, list[str] | None] = {}
     for key, name in said.items():
         check_name(index, key)
         if not isinstance(name, str):
-            _refuse(index, f"the file of {key!r} is {str(name)[:80]}, not a name")
+            _raise_error(index, f"the file of {key!r} is {str(name)[:80]}, not a name")
         if name in ("", ".", "..") or any(mark in name for mark in "/\\\0:"):
-            _refuse(index, f"the file of {key!r} is {name[:80]!r}: only plain names are followed")
+            _raise_error(
+                index, f"the file of {key!r} is {name[:80]!r}: only plain names are followed"
+            )
         if not name.endswith(".safetensors"):
-            _refuse(index, f"the file of {key!r} is {name[:80]!r}, which is not a safetensors file")
+            _raise_error(
+                index, f"the file of {key!r} is {name[:80]!r}, which is not a safetensors file"
+            )
         keys = files.setdefault(name, [])
         assert keys is not None
         keys.append(key)
@@ -375,24 +393,26 @@ def _inside(directory: Path, name: str) -> Path:
     """A file of the directory; links may stay inside, or lead to the blobs of the hub's own cache."""
     file = directory / name
     if not os.path.lexists(file):
-        _refuse(directory, f"{name} is named, but there is no such file")
+        _raise_error(directory, f"{name} is named, but there is no such file")
     try:
         real = file.resolve(strict=True)
-    except (OSError, RuntimeError):  # Python 3.12 raises the former for a loop of links
-        _refuse(directory, f"{name} is a link to a file that is not there")
+    except (OSError, RuntimeError):  # Python 3.12 raises OSError for a loop of links
+        _raise_error(directory, f"{name} is a link to a file that is not there")
     if not any(real.is_relative_to(root) for root in _roots(directory)):
-        _refuse(directory, f"{name} is a link that leads out of the directory")
+        _raise_error(directory, f"{name} is a link that leads out of the directory")
     return file
 
 
 def _roots(directory: Path) -> list[Path]:
-    """The directory; in the hub's cache, ``models--x/snapshots/y`` links to ``models--x/blobs``."""
+    """Directories that files may be in; in the hub's cache, ``models--x/snapshots/y`` links to
+    ``models--x/blobs``.
+    """
     real = directory.resolve()
     cached = real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--")
     return [real, real.parent.parent / "blobs"] if cached else [real]
 
 
-def _refuse_pickle(file: Path) -> NoReturn:
+def _raise_pickle_error(file: Path) -> NoReturn:
     raise CheckpointError(
         f"{file.name} is refused: such files are pickles, which can run any code when they are read. Only "
         "safetensors are loaded from outside. If you trust who made it, convert it once: "
@@ -400,5 +420,5 @@ def _refuse_pickle(file: Path) -> NoReturn:
     )
 
 
-def _refuse(path: Path, what: str) -> NoReturn:
+def _raise_error(path: Path, what: str) -> NoReturn:
     raise CheckpointError(f"the checkpoint {path.name!r} is refused: {what}. Nothing was loaded.")

@@ -1,8 +1,8 @@
-"""Values for what no checkpoint holds.
+"""Initial values of tensors that no checkpoint holds.
 
-``to_empty`` leaves whatever was in memory in buffers that are not saved, such as rotary embeddings'
-``inv_freq``: training goes on with them, and is silently wrong. They are made again here, by the module
-that owns them, or the load is refused.
+``to_empty`` leaves old memory in buffers that are not saved, such as rotary embeddings' ``inv_freq``;
+training with them is silently wrong. Here the module that owns a buffer initialises it, or the load is
+refused.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from lightning_cp.utils.dtensor import local_part
 from lightning_cp.utils.module_hooks import strip_wrappers
 
 Initialize = Callable[[nn.Module], object]
-"""Sets all values of a module's own parameters and buffers."""
+"""A function that sets all values of a module's own parameters and buffers."""
 
 Names = dict[nn.Module, list[str]]
-"""Modules' own parameters and buffers."""
+"""Names of modules' own parameters and buffers."""
 
-_AT_ONCE = 2**20
-"""Values that are looked at together, as looking makes copies."""
+_TEST_SIZE = 2**20
+"""Number of values tested together, as a test makes copies."""
 _METHODS = ("reset_parameters", "_reset_parameters")
 
 
 def meta_tensors(model: nn.Module) -> Names:
-    """Tensors without values, by the modules whose own they are; tied ones at each of their places."""
+    """Tensors without values, by the modules that own them; tied ones at each of their places."""
     found: Names = {}
     for module in model.modules():
         states = (*module._parameters.items(), *module._buffers.items())
@@ -45,7 +45,7 @@ def meta_tensors(model: nn.Module) -> Names:
 def initializers_of(
     model: nn.Module, owners: Iterable[nn.Module]
 ) -> dict[nn.Module, list[Initialize]]:
-    """Ways to set each owner's values, in the order in which they are tried; none if nothing does.
+    """Functions that set each owner's values, in the order of trial; none if nothing does.
 
     Its ``reset_buffers()``, then ``_init_weights(owner)`` of the innermost model around it that has one (as
     transformers' do), then its ``reset_parameters()``.
@@ -70,11 +70,11 @@ def _own(owner: nn.Module, name: str) -> Initialize | None:
 def run_initializers(
     module: nn.Module, names: Collection[str], ways: Iterable[Initialize], path: str = ""
 ) -> list[str]:
-    """Set a module's own values by the first ways that do; the names of those that are left without.
+    """Set a module's own values by the first functions that do; return the names of those left without.
 
-    What is left shows by what was written there before: NaN, or where numbers have none, by two values. A way
-    is called once for each, from the same state of PyTorch's random numbers, and what then differs it left.
-    ``path`` is the module's, for an error.
+    An untouched value is detected by a mark written before: NaN, or for dtypes without NaN, two different
+    values. Then a function is called once for each, from the same state of PyTorch's random numbers, and
+    values that differ were untouched. ``path`` is the module's, for an error.
     """
     left = list(names)
     for way in ways:
@@ -124,28 +124,28 @@ def _own_part(module: nn.Module, name: str) -> torch.Tensor:
 
 
 def has_nan(x: torch.Tensor) -> bool:
-    """True if its dtype has a NaN, by which can be seen what was not written."""
+    """True if its dtype has NaN, which can mark untouched values."""
     return x.is_floating_point() or x.is_complex()
 
 
 def _any_nan(x: torch.Tensor) -> bool:
-    return any(bool(computable(some).isnan().any()) for some in x.reshape(-1).split(_AT_ONCE))
+    return any(bool(computable(some).isnan().any()) for some in x.reshape(-1).split(_TEST_SIZE))
 
 
 def computable(x: torch.Tensor) -> torch.Tensor:
-    """The same values in a dtype that PyTorch computes with: few functions know numbers of 8 bits."""
+    """The same values in a dtype that PyTorch computes with: few functions support 8-bit numbers."""
     return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
 
 
 def copy_from_first_rank(
     tensors: Sequence[torch.Tensor], device: torch.device, group: dist.ProcessGroup
 ) -> None:
-    """Give tensors that are whole the values of the group's first rank. Collective.
+    """Copy the values of the group's first rank into whole tensors. Collective.
 
     Args:
-        tensors: on any device; on every rank of the group as many, and in the same order.
-        device: that the group's messages travel from.
-        group: every rank of it comes here.
+        tensors: on any device; the same number and order on every rank.
+        device: the device of messages.
+        group: the ranks.
     """
     own = [x.detach() for x in tensors]
     sent = [x.to(device) for x in own]
@@ -155,15 +155,15 @@ def copy_from_first_rank(
             x.copy_(first)
 
 
-# Memory for what is on the meta device.
+# Memory for meta tensors.
 
 
 def materialize(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Give meta tensors memory, uninitialised, and floating-point parameters their dtype; ties are kept.
+    """Allocate meta tensors, uninitialised, with the dtype for floating-point parameters; ties are preserved.
 
     Args:
-        model: plain, or sharded by FSDP2, whose own records follow.
-        device: for what is on the meta device.
+        model: plain, or sharded by FSDP2, whose records are updated.
+        device: for meta tensors.
         dtype: of floating-point parameters and saved buffers; ``None`` leaves theirs.
 
     Raises:
@@ -172,12 +172,12 @@ def materialize(model: nn.Module, device: torch.device, dtype: torch.dtype | Non
     ties, names, dtype_of = _ties(model), _names(model), dtypes(model, dtype)
     made: dict[int, torch.Tensor] = {}
 
-    def give(x: torch.Tensor) -> torch.Tensor:
+    def allocate(x: torch.Tensor) -> torch.Tensor:
         wanted = dtype_of(x)
         try:
             if not x.is_meta:
                 return x if x.dtype == wanted else x.to(wanted)
-            if id(x) not in made:  # tied: PyTorch asks once for each place
+            if id(x) not in made:  # tied: PyTorch calls once for each place
                 made[id(x)] = torch.empty_like(x, device=device, dtype=wanted)
             return made[id(x)]
         except (RuntimeError, MemoryError) as error:  # torch's out of memory is a RuntimeError
@@ -185,14 +185,14 @@ def materialize(model: nn.Module, device: torch.device, dtype: torch.dtype | Non
             raise out_of_memory_error(name, local_part(x), wanted, device, error) from error
 
     with torch.no_grad():
-        model._apply(give)
+        model._apply(allocate)
     for (first, name), *others in ties:
         for module, other in others:
             setattr(module, other, getattr(first, name))
 
 
 def dtypes(model: nn.Module, dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.dtype]:
-    """The dtype that a tensor of a model gets: ``dtype``, if it is a parameter or a buffer that is saved."""
+    """The function from a tensor to its dtype: ``dtype`` for parameters and saved buffers, else its own."""
     saved = _saved(model)
 
     def of(x: torch.Tensor) -> torch.dtype:
@@ -202,7 +202,7 @@ def dtypes(model: nn.Module, dtype: torch.dtype | None) -> Callable[[torch.Tenso
 
 
 def _names(model: nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
-    """By id, with the tensor: what is replaced lives on until all is, so no id comes twice."""
+    """Names and tensors by id; keeping the tensors alive keeps the ids unique."""
     return {
         id(x): (strip_wrappers(name), x)
         for name, x in (*model.named_parameters(), *model.named_buffers())
@@ -220,7 +220,7 @@ def _saved(model: nn.Module) -> dict[int, torch.Tensor]:
 
 
 def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Places of one parameter or buffer, where there are several."""
+    """Places of each parameter or buffer that has several."""
     places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
         for name, x in (*module._parameters.items(), *module._buffers.items()):

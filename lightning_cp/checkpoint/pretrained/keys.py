@@ -1,12 +1,12 @@
-"""The tensors of a checkpoint that a parameter is made of: prefixes, other names, fused projections.
+"""Names of a parameter's tensors in a checkpoint: prefixes, other names, fused projections.
 
-A user's ``keys`` maps parameter names to checkpoint keys. ``*`` stands for anything without a dot, and
-``+`` joins what lies side by side along one dimension::
+A user's ``keys`` maps parameter names to checkpoint keys. ``*`` matches anything without a dot, and
+``+`` joins tensors along one dimension::
 
     {"blocks.*.qkv.weight": "model.layers.*.self_attn.q_proj.weight + model.layers.*.self_attn.k_proj.weight"}
     {"q.weight + k.weight + v.weight": "qkv.weight"}
 
-Which dimension that is follows from the shapes when loading; ``+1`` says it, for exports of equal shapes.
+A load finds that dimension from the shapes; ``+1`` sets it, for exports of equal shapes.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ class Source:
     dim: int = 0
     entry_start: int = 0
     start: int = 0
-    """Where it begins in the parameter, along ``dim``."""
+    """Start in the parameter, along ``dim``."""
     length: int | None = None
-    """Along ``dim``; ``None``: the whole tensor is the whole parameter."""
+    """Length along ``dim``; ``None``: the whole tensor is the whole parameter."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of ``keys``: at least one side has one name only."""
+    """One line of ``keys``: at least one side has a single name."""
 
     parameters: tuple[str, ...]
     sources: tuple[str, ...]
     dim: int | None = None
-    """Along which several lie side by side; ``None``: whichever their shapes allow."""
+    """The dimension to join along; ``None``: the one that the shapes allow."""
 
     def of(self, name: str) -> Rule | None:
-        """The parameters and checkpoint keys that go together, if ``name`` is one of the former."""
+        """The rule with the stars of ``name`` filled in, if ``name`` is one of its parameters."""
         for pattern in self.parameters:
             found = re.fullmatch(_regex(pattern), name)
             if found is not None:
@@ -68,7 +68,7 @@ def rules_of(keys: Mapping[str, str] | None) -> tuple[Rule, ...]:
     """Read ``keys``.
 
     Raises:
-        ConfigError: something else than text, several on both sides, or stars that do not match.
+        ConfigError: not text, several names on both sides, or stars that do not match.
     """
     if keys is not None and not isinstance(keys, Mapping):
         raise ConfigError(
@@ -105,10 +105,10 @@ def rules_of(keys: Mapping[str, str] | None) -> tuple[Rule, ...]:
 
 
 def check_rules_used(rules: Iterable[Rule], names: Collection[str]) -> None:
-    """Refuse a line of ``keys`` of which the model lacks a parameter.
+    """Check that the model has the parameters of each line of ``keys``.
 
     Raises:
-        ConfigError: naming it.
+        ConfigError: naming the line.
     """
     known = set(names)
     for rule in rules:
@@ -123,7 +123,7 @@ def check_rules_used(rules: Iterable[Rule], names: Collection[str]) -> None:
 
 
 def rule_for(name: str, rules: Iterable[Rule]) -> Rule:
-    """Parameters that share checkpoint tensors with ``name`` (itself among them), and those tensors."""
+    """The rule with the parameters that share checkpoint tensors with ``name`` (itself among them)."""
     return next((made for rule in rules if (made := rule.of(name))), Rule((name,), (name,)))
 
 
@@ -133,7 +133,7 @@ def sources_of(
     entries: Mapping[str, TensorEntry],
     rules: Sequence[Rule],
 ) -> tuple[Source, ...]:
-    """The tensors that fill a parameter; all keys are there already.
+    """The tensors that fill a parameter; all keys must exist.
 
     Args:
         name: of the parameter.
@@ -183,7 +183,7 @@ def _joined(whole: Shape, parts: Sequence[Shape], what: str, wanted: int | None)
 
 
 def joinable(parts: Sequence[Shape], wanted: int | None = None) -> list[int]:
-    """The dimensions along which tensors of these shapes may lie side by side; only ``wanted``, if given."""
+    """The dimensions along which tensors of these shapes can be joined; only ``wanted``, if given."""
     if len({len(part) for part in parts}) > 1:
         return []
     rests = [{(*part[:dim], *part[dim + 1 :]) for part in parts} for dim in range(len(parts[0]))]
@@ -212,11 +212,11 @@ class Tensors:
 
     by_name: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """All names of each: tied weights have several."""
+    """All names of each tensor: tied weights have several."""
 
 
 def tensors_of(model: nn.Module, prefix: str = "") -> Tensors:
-    """The tensors that a state dict would hold, by plain names without ``prefix``; nothing is gathered."""
+    """The tensors of a state dict, by plain names without ``prefix``; nothing is gathered."""
     names: dict[int, list[str]] = defaultdict(list)
     seen: dict[int, torch.Tensor] = {}
     for name, x in _named(model):
@@ -238,10 +238,10 @@ def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module, within what Fabric, DDP and torch.compile put around it.
+    """The user's own module, without the wrappers of Fabric, DDP and torch.compile.
 
     Raises:
-        ConfigError: it is no module.
+        ConfigError: not a module.
     """
     given: Any = model
     if not isinstance(given, nn.Module):

@@ -1,4 +1,4 @@
-"""``load_pretrained``: a Hugging Face checkpoint into this rank's part of a model."""
+"""``load_pretrained``: load a Hugging Face checkpoint into this rank's part of a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.checkpoint.pretrained.buffers import LOADING, UnsavedTensors, raise_on_all_ranks
 from lightning_cp.checkpoint.pretrained.files import open_weight_files
 from lightning_cp.checkpoint.pretrained.initial_values import computable, dtypes, materialize
 from lightning_cp.checkpoint.pretrained.keys import rules_of, tensors_of, unwrap
@@ -30,6 +29,7 @@ from lightning_cp.checkpoint.pretrained.memory import (
     check_memory,
     peak_bytes,
 )
+from lightning_cp.checkpoint.pretrained.meta_init import LOADING, UnsavedTensors
 from lightning_cp.checkpoint.pretrained.options import (
     PretrainedOptions,
     check_device_arguments,
@@ -45,40 +45,40 @@ from lightning_cp.checkpoint.pretrained.plan import (
     warn_different_paths,
 )
 from lightning_cp.checkpoint.pretrained.reader import BUFFER_BYTES, DIRECT_BYTES, SliceReader
-from lightning_cp.comm.consensus import World, sum_over_world
+from lightning_cp.comm.consensus import World
 from lightning_cp.errors import CheckpointError, RankFailure
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.utils.dtensor import local_part
 from lightning_cp.utils.module_hooks import strip_wrappers
 
-# One line about the whole model, over all ranks: what matters is when it is there, not which file is.
+# One line of progress for the whole model, over all ranks, not per file.
 #
-# Ranks add the bytes that they have read to a number in the store through which the process group met, a
-# few times a second. A thread of rank 0 reads it and writes the line, also while rank 0 itself has nothing
-# left to read. Nobody waits for anybody.
+# Ranks add the number of bytes read to a counter in the store of the process group, a few times a second. A
+# thread of rank 0 reads it and writes the line, also after rank 0 itself has finished. No rank waits for
+# another.
 
 
 INTERVAL = 0.5
-"""Seconds between two lines."""
+"""In seconds, between two lines."""
 
 _lock = threading.Lock()
 _count = 0
 
 
 class LoadProgress:
-    """Of one load; a context manager, to be left once all ranks have ended, however they do.
+    """Progress of one load: a context manager, to be left once all ranks have ended, in any way.
 
     Args:
         plan: this rank's.
         total: bytes that all ranks read.
-        shown: rank 0 writes.
-        stream: where; standard error by default.
+        shown: True on rank 0, which writes.
+        stream: of the line; standard error by default.
     """
 
     def __init__(
         self, plan: LoadPlan, total: int, *, shown: bool = True, stream: TextIO | None = None
     ) -> None:
-        compared = {one.entry.name: one.entry.nbytes for one in plan.twins}
+        compared = {one.entry.name: one.entry.nbytes for one in plan.tied}
         self._model, self._total = plan.model_bytes + sum(compared.values()), max(1, total)
         self._stream = stream if stream is not None else sys.stderr
         self._board = _SharedCounter()
@@ -106,32 +106,32 @@ class LoadProgress:
         self._stream.flush()
 
     def now(self, name: str) -> None:
-        """The work under way: the parameter that is being read, or in words what else takes time."""
+        """Set the current work: a parameter's name, or a text."""
         self._name = name
 
     def begin(self) -> None:
-        """Reading begins, by which the rate is measured."""
+        """Start the measurement of the rate."""
         self._started = self._last = time.monotonic()
 
     def add(self, count: int) -> None:
-        """Bytes that were just read."""
+        """Count bytes that were read."""
         self._pending += count
         if time.monotonic() - self._last >= INTERVAL:
             self.flush()
 
     def finish(self) -> None:
-        """This rank has read everything; others may not have."""
+        """Record that this rank has read everything; others may not have."""
         self.flush()
         self._name = ""
 
     def flush(self) -> None:
-        """Let the others know."""
+        """Publish this rank's count."""
         self._last = time.monotonic()
         self._board.add(self._pending)
         self._pending = 0
 
     def show(self) -> None:
-        """Write the line as it is now."""
+        """Write the line now."""
         self._write(self.line(self._board.read() / self._total))
 
     def _keep_showing(self) -> None:
@@ -139,7 +139,7 @@ class LoadProgress:
             self.show()
 
     def line(self, share: float) -> str:
-        """The progress shown: of the whole model, by the ``share`` of all ranks' bytes that were read."""
+        """The line for the ``share`` of all ranks' bytes that were read."""
         share = min(1.0, share)
         seconds = max(1e-9, time.monotonic() - self._started)
         rate = share * self._model / seconds
@@ -162,7 +162,7 @@ class LoadProgress:
 
 
 class _SharedCounter:
-    """Numbers of this load in the group's store; this rank's alone where there is none."""
+    """Counters of this load in the group's store; of this rank alone without a store."""
 
     def __init__(self) -> None:
         global _count
@@ -179,36 +179,36 @@ class _SharedCounter:
         self._own += count
         if self._store is None:
             return
-        with suppress(RuntimeError):  # a store that is gone is no reason not to load
+        with suppress(RuntimeError):  # a lost store must not end the load
             self._store.add(self._key, count)
             self._store.set(f"{self._key}/{self.rank}", str(peak_bytes()))
 
     def read(self) -> int:
-        """Bytes of all ranks."""
+        """Bytes read by all ranks."""
         with suppress(RuntimeError):
             if self._store is not None:
                 return int(self._store.add(self._key, 0))
         return self._own * self._world
 
     def peaks(self) -> str:
-        """The most memory of a rank, and which."""
+        """The largest peak memory of a rank, with the rank."""
         known = [(peak_bytes(), self.rank)]
         keys = [f"{self._key}/{rank}" for rank in range(self._world)]
         with suppress(RuntimeError):
-            if self._store is not None and self._store.check(keys):  # all have told
+            if self._store is not None and self._store.check(keys):  # all ranks have published
                 known += [(int(x), rank) for rank, x in enumerate(self._store.multi_get(keys))]
         most, worst = max(known)
         return f"{_size(most)} (rank {worst})"
 
 
 def _store() -> Any:
-    """PyTorch's own, which has no public name."""
+    """PyTorch's default store, which has no public name."""
     find = getattr(dist.distributed_c10d, "_get_default_store", None)
     return find() if find is not None and dist.is_initialized() else None
 
 
 def _layers(names: Any) -> tuple[dict[str, int], int]:
-    """The layer of each name, counted from 1, and how many there are: the first number in the name."""
+    """The layer of each name, counted from 1, and the number of layers: the first number in the name."""
     found = {name: int(m[1]) + 1 for name in names if (m := re.search(r"\.(\d+)\.", f".{name}"))}
     return found, max(found.values(), default=0)
 
@@ -227,11 +227,11 @@ def _time(seconds: float) -> str:
     return f"{minutes}:{rest:02d}"
 
 
-# Tied weights that the files have under several names: they are one parameter only if all are the same.
+# Tied weights under several names in the files: they can be one parameter only if all are equal.
 
 
 def check_tied_values(one: Slice, tensors: Mapping[str, torch.Tensor], reader: SliceReader) -> None:
-    """Compare a slice of the files with what was loaded for its parameter, some rows at a time.
+    """Check that a slice of the files equals the values loaded for its parameter, some rows at a time.
 
     Raises:
         CheckpointError: they differ.
@@ -257,7 +257,7 @@ def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
     return bool(((x == y) | ((x != x) & (y != y))).all())
 
 
-# Tensors that a load has left out unasked: ``strict=False`` takes any checkpoint, of another model, too.
+# Tensors that were left out with ``strict=False``, which accepts any checkpoint, even of another model.
 
 
 _log = logging.getLogger("lightning_cp")
@@ -265,18 +265,18 @@ _SHOWN = 5
 
 
 def warn_not_loaded(plan: LoadPlan, options: PretrainedOptions) -> None:
-    """Log it on the first rank, but for what a pattern allows: that was asked for by name."""
+    """Log them on the first rank, except those that a pattern allows."""
     if options.strict or World().rank:
         return
     lists = AllowedNames(options.allow_missing, options.allow_unexpected)
-    missing = lists.refused_missing([*plan.missing, *plan.beside])
+    missing = lists.refused_missing([*plan.missing, *plan.outside])
     if missing:
         _log.warning(
             "strict=False: %d of %d parameters of the model are not in the checkpoint, and keep the values "
             "they had or are initialised: %s",
             len(missing),
-            len(plan.tensors.by_name) + len(plan.beside),
-            _some(missing),
+            len(plan.tensors.by_name) + len(plan.outside),
+            _name_list(missing),
         )
     unexpected = lists.refused_unexpected(plan.unexpected)
     if unexpected:
@@ -284,16 +284,16 @@ def warn_not_loaded(plan: LoadPlan, options: PretrainedOptions) -> None:
             "strict=False: %d of %d tensors of the checkpoint were left unread: %s",
             len(unexpected),
             len(plan.files),
-            _some(unexpected),
+            _name_list(unexpected),
         )
 
 
-def _some(names: Sequence[str]) -> str:
+def _name_list(names: Sequence[str]) -> str:
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-_Asked = tuple[PretrainedOptions, nn.Module, torch.device, torch.device]
+_LoadRequest = tuple[PretrainedOptions, nn.Module, torch.device, torch.device]
 
 
 @dataclass(frozen=True)
@@ -301,10 +301,10 @@ class Loaded:
     """The result of a load on this rank."""
 
     nbytes: int
-    """Read from the files, what was only compared included."""
+    """Bytes read from the files, including those only compared."""
     seconds: float
     peak_bytes: int
-    """The most memory that the process has had so far."""
+    """Peak memory of the process so far."""
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
 
@@ -324,64 +324,67 @@ def load_pretrained(
     rank it raises if it does on one; the model then is as it was, or refuses to be called.
 
     Args:
-        model: on the meta device (then it gets its memory here) or a real one; as Fabric returns it, too.
+        model: on the meta device (it is allocated here) or a real one; as returned by Fabric, too.
         path: a directory with safetensors files, or one such file.
-        mesh: of the run; tells the device.
-        device: for what is on the meta device; by default that of DTensors' meshes, else of ``mesh``, else
-            of the first parameter that is on another, else the CPU.
+        mesh: of the run; determines the device.
+        device: for meta tensors; by default that of DTensors' meshes, else of ``mesh``, else of the first
+            parameter on another device, else the CPU.
         **options: ``dtype`` of floating-point parameters (by default they keep theirs, and values are
-            converted on the way); ``strict``, ``allow_missing`` and ``allow_unexpected`` (patterns) for names
-            that one side lacks; ``keys`` (other names, fused projections: see ``keys.py``); ``prefix`` of the
-            model's names (found by default); ``check_finite`` refuses NaN and infinity; ``progress`` shows a
-            line; ``initialize(module)`` sets values that the checkpoint does not hold.
+            converted); ``strict``, ``allow_missing`` and ``allow_unexpected`` (patterns) for names that one
+            side lacks; ``keys`` (other names, fused projections: see ``keys.py``); ``prefix`` of the model's
+            names (found by default); ``check_finite`` refuses NaN and infinity; ``progress`` shows a line;
+            ``initialize(module)`` sets values that the checkpoint does not hold.
 
     Raises:
         CheckpointError: a file that is damaged or leads elsewhere, names or shapes that do not fit, not
             enough memory, a value that is not finite.
-        ConfigError: an option that cannot be.
+        ConfigError: an invalid option.
         RankFailure: another rank has raised.
     """
-    made: list[_Asked] = []
-    World().run_on_all(lambda: made.append(_asked(model, mesh, device, options)), _elsewhere)
-    chosen, model, own_device, reach = made[0]
+    world = World()
+    request = world.run_on_all(
+        lambda: _read_request(model, mesh, device, options), _other_rank_error
+    )
+    chosen, model, own_device, reach = request
     started = time.monotonic()
-    with raise_on_all_ranks(reach):
+    with world.raising_on_all(reach.type, what=LOADING):
         plan = _plan(model, path, chosen)
-        rest = UnsavedTensors(model, plan, chosen.initialize)
-        wanted = _require_room(model, rest, dtype_of(chosen.dtype), own_device, reach)
+        in_files = {id(x) for k, x in plan.tensors.by_name.items() if k not in plan.missing}
+        rest = UnsavedTensors(model, in_files, chosen.initialize)
+        wanted = _check_room(model, rest, dtype_of(chosen.dtype), own_device, reach)
     check_same_plan(plan, chosen)
     warn_different_paths(path)
     check_machine_memory(wanted, own_device)
-    rest.require_same(dtypes(model, dtype_of(chosen.dtype)))
-    nbytes = plan.nbytes + sum(one.nbytes for one in plan.twins)
-    (total,) = sum_over_world([nbytes], reach.type)
+    rest.check_same(dtypes(model, dtype_of(chosen.dtype)))
+    nbytes = plan.nbytes + sum(one.nbytes for one in plan.tied)
+    total = world.sum(nbytes, reach.type)
     with incomplete_until_done(model), LoadProgress(plan, total, shown=chosen.progress) as progress:
-        with raise_on_all_ranks(reach):
+        with world.raising_on_all(reach.type, what=LOADING):
             materialize(model, own_device, dtype_of(chosen.dtype))
         rest.set(reach, progress.now)
         progress.begin()
-        with raise_on_all_ranks(reach):
+        with world.raising_on_all(reach.type, what=LOADING):
             _read(model, plan, chosen, progress)
             progress.finish()
     warn_not_loaded(plan, chosen)
     seconds = time.monotonic() - started
-    missing = (*plan.missing, *plan.beside)
+    missing = (*plan.missing, *plan.outside)
     return Loaded(nbytes, seconds, peak_bytes(), missing, plan.unexpected)
 
 
-def _asked(
+def _read_request(
     model: nn.Module,
     mesh: ContextParallelMesh | None,
     device: torch.device | str | None,
     options: dict[str, Any],
-) -> _Asked:
+) -> _LoadRequest:
     chosen, model = check_options(options), unwrap(model)
     check_device_arguments(mesh, device)
     own_device = _device(model, mesh, device)
-    return chosen, model, own_device, _reach(model, own_device)
+    return chosen, model, own_device, _exchange_device(model, own_device)
 
 
-def _elsewhere(said: str) -> RankFailure:
+def _other_rank_error(said: str) -> RankFailure:
     return RankFailure(f"{LOADING} ended on all ranks, because of {said}")
 
 
@@ -397,59 +400,61 @@ def _plan(model: nn.Module, path: str | os.PathLike[str], options: PretrainedOpt
     )
 
 
-def _require_room(
+def _check_room(
     model: nn.Module,
     rest: UnsavedTensors,
     dtype: torch.dtype | None,
     device: torch.device,
     reach: torch.device,
 ) -> int:
-    """The bytes that are going to be allocated on ``device``, which have to be there."""
+    """Check the memory of ``device`` for the load; return the bytes to be allocated."""
     parts, dtype_of = [], dtypes(model, dtype)
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         if x.is_meta:
             local = local_part(x)
             nbytes = local.numel() * dtype_of(x).itemsize
             parts.append(TensorMemory(strip_wrappers(name), local.shape, nbytes))
-    apart = device != reach
-    passing = rest.parts(apart, dtype_of)
-    if apart:
+    other_device = device != reach
+    passing = rest.parts(other_device, dtype_of)
+    if other_device:
         check_memory([], reach, passing)
-    return check_memory(parts, device, [] if apart else passing)
+    return check_memory(parts, device, [] if other_device else passing)
 
 
 def _read(
     model: nn.Module, plan: LoadPlan, options: PretrainedOptions, progress: LoadProgress
 ) -> None:
     tensors, bad = tensors_of(model, plan.prefix).by_name, _NotFinite(options.check_finite)
-    with torch.no_grad(), SliceReader(progress.add, bad.look) as reader:
+    with torch.no_grad(), SliceReader(progress.add, bad.add) as reader:
         for one in plan.slices:
             progress.now(one.parameter)
             into = local_part(tensors[one.parameter])[one.place]
             reader.read(one.entry, one.offsets, into)
-            bad.require_none(one)
+            bad.check_none(one)
     progress.flush()
     with torch.no_grad(), SliceReader(progress.add) as reader:
-        for one in plan.twins:
+        for one in plan.tied:
             progress.now(f"comparing {one.entry.name}")
             check_tied_values(one, tensors, reader)
 
 
 class _NotFinite:
-    """The number of values that are NaN or infinite, if that is asked for."""
+    """Counter of NaN and infinite values, if requested."""
 
     def __init__(self, wanted: bool) -> None:
         self._wanted, self._count = wanted, 0
 
-    def look(self, values: torch.Tensor) -> None:
-        """A few at a time, as counting makes copies, and few are counted: NaN is an extreme too."""
+    def add(self, values: torch.Tensor) -> None:
+        """Count in small blocks, as counting makes copies, and only if an extreme is not finite, as
+        NaN is.
+        """
         if not self._wanted or not values.is_floating_point():
             return
         for some in map(computable, values.split(BUFFER_BYTES)):
             if not all(x.isfinite() for x in torch.aminmax(some)):
                 self._count += int((~some.isfinite()).sum())
 
-    def require_none(self, one: Slice) -> None:
+    def check_none(self, one: Slice) -> None:
         if self._count:
             raise CheckpointError(
                 f"{one.parameter} in {one.entry.file.name} has {self._count:,} values that are NaN or "
@@ -461,21 +466,21 @@ class _NotFinite:
 def _device(
     model: nn.Module, mesh: ContextParallelMesh | None, given: torch.device | str | None
 ) -> torch.device:
-    """Where memory is taken."""
+    """The device for meta tensors."""
     kind = _mesh_kind(model) or (mesh.device_type if mesh is not None else _held_on(model))
-    return _numbered(torch.device(given if given is not None else kind or "cpu"))
+    return _with_index(torch.device(given if given is not None else kind or "cpu"))
 
 
-def _reach(model: nn.Module, device: torch.device) -> torch.device:
-    """The device whose tensors ranks exchange; of an offloaded model not where its shards are."""
+def _exchange_device(model: nn.Module, device: torch.device) -> torch.device:
+    """The device whose tensors ranks exchange; for an offloaded model not that of its shards."""
     kind = _mesh_kind(model)
-    if kind is None and device.type == "cpu":  # which a group need not know
+    if kind is None and device.type == "cpu":  # a group need not have a CPU backend
         kind = _held_on(model)
-    return device if kind in (None, device.type) else _numbered(torch.device(kind))
+    return device if kind in (None, device.type) else _with_index(torch.device(kind))
 
 
 def _held_on(model: nn.Module) -> str | None:
-    """The kind of device of a plain model's first parameter that is on a real one."""
+    """Device type of a plain model's first parameter that is not on meta."""
     return next((x.device.type for x in model.parameters() if not x.is_meta), None)
 
 
@@ -484,7 +489,7 @@ def _mesh_kind(model: nn.Module) -> str | None:
     return None if sharded is None else sharded.device_mesh.device_type
 
 
-def _numbered(device: torch.device) -> torch.device:
+def _with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -1,4 +1,4 @@
-"""A match of the tensors of a part of the model with those of the files, and what is left on either side."""
+"""Matching of a part of the model with the tensors of the files, and the remainder of both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_cp.checkpoint.pretrained.keys import Rule, Tensors, rule_for, ten
 from lightning_cp.errors import CheckpointError
 from lightning_cp.utils.module_hooks import strip_wrappers
 
-# Names that only the model or only the checkpoint has: which of them are allowed.
+# Names that only the model or only the checkpoint has, and patterns of allowed ones.
 
 
 @dataclass(frozen=True)
@@ -25,36 +25,36 @@ class AllowedNames:
     """Names that one side may lack."""
 
     missing: Sequence[str] = ()
-    """Patterns (``*`` is anything) of parameters that need not be in the files."""
+    """Patterns (``*`` is anything) of parameters that may be missing in the files."""
     unexpected: Sequence[str] = ()
-    """Patterns of keys that may be left unread."""
+    """Patterns of keys that may stay unread."""
     strict: bool = True
-    """Nothing else may be."""
+    """True to allow only these."""
 
     def by_lists(self) -> AllowedNames:
-        """The same with its lists in force, where everything is allowed as well."""
+        """The same lists, enforced even where everything is allowed."""
         return replace(self, strict=True)
 
-    def unread(self, key: str) -> bool:
-        """True if a key of the files need not be read, nor compared."""
+    def may_stay_unread(self, key: str) -> bool:
+        """True if a key of the files need not be read or compared."""
         return not self.strict or _matches(key, self.unexpected)
 
     def refused_missing(self, names: Iterable[str]) -> list[str]:
-        """Those that are not allowed."""
+        """The names that are not allowed."""
         return [name for name in names if self.strict and not _matches(name, self.missing)]
 
     def refused_unexpected(self, keys: Iterable[str]) -> list[str]:
-        """Those that are not allowed."""
-        return [key for key in keys if not self.unread(key)]
+        """The keys that are not allowed."""
+        return [key for key in keys if not self.may_stay_unread(key)]
 
 
 def check_names(
     missing: Sequence[str], unexpected: Sequence[str], checkpoint: WeightFiles, prefix: str
 ) -> None:
-    """Refuse names that only one side has, and that are not allowed.
+    """Check that both sides have the same names, except allowed ones.
 
     Raises:
-        CheckpointError: naming them.
+        CheckpointError: naming the others.
     """
     if not missing and not unexpected:
         return
@@ -67,7 +67,7 @@ def check_names(
         )
     at = f" under {prefix!r}" if prefix else ""
     raise CheckpointError(
-        f"{checkpoint.shown} is not of this model{at}: {'; '.join(said)}. Nothing was "
+        f"{checkpoint.display_name} is not of this model{at}: {'; '.join(said)}. Nothing was "
         "loaded. Other names are declared with keys=, what may be left out with allow_missing= and "
         "allow_unexpected= (or strict=False); "
         f"prefix= says which part of the model it is of.{checkpoint.advice}"
@@ -75,55 +75,55 @@ def check_names(
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
-    """True if one of the patterns is of this name."""
+    """True if a pattern matches the name."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def first_names(names: Sequence[str], at_most: int = 5) -> str:
-    """The first ones, for a message."""
+    """The first names, for a message."""
     return ", ".join(names[:at_most]) + (", ..." if len(names) > at_most else "")
 
 
 Keys = tuple[str, ...]
-"""Of the files: what one parameter is made of."""
+"""Keys of the files that make one parameter."""
 Known = tuple[str, Keys]
-"""The name of a tensor that the checkpoint knows it by, and the keys that it takes."""
+"""A tensor's name in the checkpoint, and its keys."""
 
 
-def keys_of(name: str, rules: Sequence[Rule], put: str) -> Keys:
-    """A parameter's name in the files; ``put`` stands in front where no rule says another name."""
+def keys_of(name: str, rules: Sequence[Rule], file_prefix: str) -> Keys:
+    """A parameter's keys in the files; ``file_prefix`` is the prefix if no rule renames it."""
     keys = rule_for(name, rules).sources
-    return (put + name,) if keys == (name,) else keys
+    return (file_prefix + name,) if keys == (name,) else keys
 
 
 @dataclass(frozen=True)
 class Match:
-    """A part of the model beside the files.
+    """A part of the model matched with the files.
 
     Args:
         model: the user's.
-        taken: what the names of the part begin with in the model.
-        put: what they begin with in the files instead.
+        model_prefix: prefix of the part's names in the model.
+        file_prefix: prefix of these names in the files.
         files: keys of the checkpoint, in its order.
         rules: other names.
-        found: the part was found and not told: what is beside it counts, too.
+        found: the part was found, not set by the user, so parameters outside of it count as missing, too.
     """
 
     model: nn.Module
-    taken: str
-    put: str
+    model_prefix: str
+    file_prefix: str
     files: Collection[str]
     rules: Sequence[Rule]
     found: bool
 
     @cached_property
     def tensors(self) -> Tensors:
-        """Of the part."""
-        return tensors_of(self.model, self.taken)
+        """The tensors of the part."""
+        return tensors_of(self.model, self.model_prefix)
 
     @cached_property
     def chosen(self) -> dict[str, Known | None]:
-        """By the first name of each tensor: the first one of which the files have everything."""
+        """By the first name of each tensor, its first name for which the files have all keys."""
         return {name: next(iter(self._known(name)), None) for name in self.tensors.by_name}
 
     @cached_property
@@ -137,29 +137,33 @@ class Match:
         return [name for name, known in self.chosen.items() if known is None]
 
     @cached_property
-    def beside(self) -> list[str]:
-        """Parameters that are not in the part, and are not tied to one that is, by their whole names."""
+    def outside(self) -> list[str]:
+        """Parameters outside of the part that are not tied to one inside, by full name."""
         if not self.found:
             return []
         known = {id(x) for x in self.tensors.by_name.values()}
         names = ((strip_wrappers(name), x) for name, x in self.model.named_parameters())
-        return [name for name, x in names if not name.startswith(self.taken) and id(x) not in known]
+        return [
+            name
+            for name, x in names
+            if not name.startswith(self.model_prefix) and id(x) not in known
+        ]
 
-    def twins(self, allowed: AllowedNames) -> list[tuple[str, Known]]:
-        """The tensors to compare: tied ones under their other names, unless they may be left unread."""
+    def tied_names(self, allowed: AllowedNames) -> list[tuple[str, Known]]:
+        """Tied tensors to compare under their other names, unless these may stay unread."""
         return [
             (name, known)
-            for name, known in self._twins
-            if not any(allowed.unread(key) for key in known[1] if key not in self.used)
+            for name, known in self._tied_names
+            if not any(allowed.may_stay_unread(key) for key in known[1] if key not in self.used)
         ]
 
     def unexpected(self, allowed: AllowedNames) -> list[str]:
         """Keys that are neither read nor compared."""
-        compared = {key for _, (_, keys) in self.twins(allowed) for key in keys}
+        compared = {key for _, (_, keys) in self.tied_names(allowed) for key in keys}
         return [key for key in self.files if key not in self.used and key not in compared]
 
     @cached_property
-    def _twins(self) -> list[tuple[str, Known]]:
+    def _tied_names(self) -> list[tuple[str, Known]]:
         found: dict[Keys, tuple[str, Known]] = {}
         for name, first in self.chosen.items():
             for alias, keys in self._known(name):
@@ -168,12 +172,12 @@ class Match:
         return list(found.values())
 
     def _known(self, name: str) -> list[Known]:
-        """The names of a tensor of which the files have everything."""
-        every = [(x, keys_of(x, self.rules, self.put)) for x in self.tensors.aliases[name]]
+        """The names of a tensor for which the files have all keys."""
+        every = [(x, keys_of(x, self.rules, self.file_prefix)) for x in self.tensors.aliases[name]]
         return [known for known in every if all(key in self.files for key in known[1])]
 
-    def sought(self, name: str) -> str:
-        """A missing tensor, and what it should be made of, if ``keys`` says that."""
+    def describe_missing(self, name: str) -> str:
+        """A missing tensor, with its keys if ``keys`` defines them."""
         for alias in self.tensors.aliases.get(name, ()):
             keys = rule_for(alias, self.rules).sources
             if keys != (alias,):
@@ -184,29 +188,29 @@ class Match:
     def refused(self, allowed: AllowedNames) -> tuple[list[str], list[str]]:
         """Missing and unexpected names that no pattern allows."""
         return (
-            allowed.refused_missing([*self.missing, *self.beside]),
+            allowed.refused_missing([*self.missing, *self.outside]),
             allowed.refused_unexpected(self.unexpected(allowed)),
         )
 
     def same_names(self) -> Mapping[str, Keys]:
-        """Names in the model to those in the files, whole and in order: what ranks have to agree on."""
+        """Names in the model to those in the files, complete and in order: ranks must agree on them."""
         return {
-            self.taken + name: () if known is None else known[1]
+            self.model_prefix + name: () if known is None else known[1]
             for name, known in sorted(self.chosen.items())
         }
 
 
-# The part of a model that a checkpoint is of, and the beginning of its names in the files.
+# The part of a model that a checkpoint fits, and the prefix of its names in the files.
 #
-# A LightningModule calls its network ``self.model``, say; and a checkpoint of a bare encoder lacks the name
-# that the encoder has in a larger model, or has one more. The names tell; where they do not, it is not
-# guessed: the last part of a name, such as ``weight``, is the same in any two modules.
+# A LightningModule may call its network ``self.model``; and a checkpoint of a bare encoder lacks the name
+# that the encoder has in a larger model, or has one more. The part is found by names, and never guessed: the
+# last part of a name, such as ``weight``, is the same in any two modules.
 
 
 DEPTH = 3
-"""How many modules deep the network may be."""
+"""Maximum depth of the network in modules."""
 _LAST = chr(0x10FFFF)
-"""Sorted behind all other letters."""
+"""Sorts after all other letters."""
 
 
 def find_match(
@@ -216,32 +220,34 @@ def find_match(
     prefix: str | None,
     allowed: AllowedNames,
 ) -> Match:
-    """The part of the model with most names in common, if the names say that it is the files'.
+    """The part of the model with most names in common, if the names show that it belongs to the files.
 
     Args:
         model: the user's.
-        checkpoint: what the files hold.
-        rules: other names, which have nothing put in front.
-        prefix: of the part, if the user says it.
-        allowed: decides between parts that have as many names in common.
+        checkpoint: the files.
+        rules: other names, which get no prefix.
+        prefix: of the part, if the user sets it.
+        allowed: decides between parts with as many names in common.
 
     Raises:
-        CheckpointError: several parts, and nothing says which.
+        CheckpointError: several parts fit equally.
     """
-    files, told = checkpoint.entries, prefix is not None
+    files, by_user = checkpoint.entries, prefix is not None
     prefixes = _prefixes(model) if prefix is None else [prefix]
 
     def match(pair: _Pair) -> Match:
-        return Match(model, pair.taken, pair.put, files, rules, found=not told)
+        return Match(model, pair.model_prefix, pair.file_prefix, files, rules, found=not by_user)
 
-    pairs = [pair for pair in _pairs(model, files, rules, prefixes) if pair.is_evident(told=told)]
-    most = max((len(pair.found) for pair in pairs), default=0)
+    pairs = [
+        pair for pair in _pairs(model, files, rules, prefixes) if pair.is_evident(by_user=by_user)
+    ]
+    most = max((len(pair.matches) for pair in pairs), default=0)
     best: dict[frozenset[tuple[str, Keys]], _Pair] = {}
     for pair in pairs:
-        if len(pair.found) == most:
-            best.setdefault(frozenset(pair.found.items()), pair)  # outer ones come first
+        if len(pair.matches) == most:
+            best.setdefault(frozenset(pair.matches.items()), pair)  # outer ones come first
     tied = list(best.values()) or [_Pair(prefixes[0], "")]
-    if len(tied) > 1 and not tied[0].is_literal(told=told):
+    if len(tied) > 1 and not tied[0].is_literal(by_user=by_user):
         lists = allowed.by_lists()
         fits = [pair for pair in tied if not any(match(pair).refused(lists))]
         if len(fits) != 1:
@@ -252,45 +258,47 @@ def find_match(
 
 @dataclass
 class _Pair:
-    """The text to take away from a parameter's name, and to put in front, to get a key of the files."""
+    """The prefix to remove from a parameter's name, and the one to add, for a key of the files."""
 
-    taken: str
-    put: str
-    found: dict[str, Keys] = field(default_factory=dict)
-    """What the files have of the model's tensors, which go by their first whole names."""
+    model_prefix: str
+    file_prefix: str
+    matches: dict[str, Keys] = field(default_factory=dict)
+    """Keys in the files of the model's tensors, by their first full names."""
     names: list[str] = field(default_factory=list)
-    """What is the same on both sides: the rest of the names that no rule changes."""
+    """Common rest of the names that no rule changes."""
     by_rule: bool = False
-    """Other names were found, too."""
+    """True if names of rules were found, too."""
     part_of_model: float = 1.0
-    """How much is found of what begins with ``taken``."""
+    """Share of the names with prefix ``model_prefix`` that was found."""
     part_of_files: float = 1.0
-    """The same of ``put``."""
+    """Share of the keys with prefix ``file_prefix`` that was found."""
     all_of_one: bool = True
-    """All of the model, or all of the files."""
+    """True if all of the model, or all of the files, was found."""
 
-    def is_literal(self, *, told: bool) -> bool:
-        """True if names are taken as they are; ``told``: ``taken`` is the user's word."""
-        return not self.put and (told or not self.taken)
+    def is_literal(self, *, by_user: bool) -> bool:
+        """True if names need no change; ``by_user``: the user set ``model_prefix``."""
+        return not self.file_prefix and (by_user or not self.model_prefix)
 
-    def is_evident(self, *, told: bool) -> bool:
-        """True if the names say that the two belong together."""
-        if self.is_literal(told=told) or (self.by_rule and not self.put):
+    def is_evident(self, *, by_user: bool) -> bool:
+        """True if the names show that the two belong together."""
+        if self.is_literal(by_user=by_user) or (self.by_rule and not self.file_prefix):
             return True
         named = any(_has_module(name) for name in self.names)
-        if self.taken and self.put and not told and not self.by_rule:
+        if self.model_prefix and self.file_prefix and not by_user and not self.by_rule:
             most = max(self.part_of_model, self.part_of_files) > 0.5
-            return named and len(self.found) > 1 and most
+            return named and len(self.matches) > 1 and most
         return named or self.all_of_one
 
 
 def _has_module(name: str) -> bool:
-    """True if there is more in a name than numbers and its last part, which are the same anywhere."""
+    """True if a name has more than numbers and its last part, which are the same anywhere."""
     return any(not part.isdigit() for part in name.split(".")[:-1])
 
 
 def _prefixes(model: nn.Module) -> list[str]:
-    """The model itself and its modules, outer ones first; else as the model has them, on every rank."""
+    """Prefixes of the model and its modules, outer ones first; otherwise in the model's order, equal on every
+    rank.
+    """
     paths = [
         strip_wrappers(f"{path}.")
         for path, _ in model.named_modules(remove_duplicate=False)
@@ -303,41 +311,41 @@ def _prefixes(model: nn.Module) -> list[str]:
 def _pairs(
     model: nn.Module, files: Collection[str], rules: Sequence[Rule], prefixes: Sequence[str]
 ) -> Iterator[_Pair]:
-    """Every pair that has a name in common."""
+    """All pairs with a name in common."""
     every = tensors_of(model).aliases
     part_of, starts = _NameIndex(every), _KeyPrefixes(files)
-    for taken in prefixes:
-        named = [(first, name[len(taken) :]) for first, name in part_of(taken)]
+    for model_prefix in prefixes:
+        named = [(first, name[len(model_prefix) :]) for first, name in part_of(model_prefix)]
         known = [(first, name, keys_of(name, rules, "")) for first, name in named]
         count = len({first for first, _ in named})
         wanted = len(every) if len(prefixes) > 1 else count
         same = [name for _, name, plain_keys in known if plain_keys == (name,)]
         most = sum(len(plain_keys) for *_, plain_keys in known)
-        if count < wanted and most < len(files):  # then a pair needs a module's name
+        if count < wanted and most < len(files):  # a pair then needs a module's name
             same = [name for name in same if _has_module(name)]
-        for put in starts.before(same):
-            pair, keys = _Pair(taken, put), set[str]()
+        for file_prefix in starts.prefixes_of(same):
+            pair, keys = _Pair(model_prefix, file_prefix), set[str]()
             for first, name, plain_keys in known:
                 same_name = plain_keys == (name,)
-                made = (put + name,) if same_name else plain_keys
+                made = (file_prefix + name,) if same_name else plain_keys
                 if all(key in files for key in made):
-                    pair.found.setdefault(first, made)
+                    pair.matches.setdefault(first, made)
                     keys.update(made)
                     pair.names += [name] if same_name else []
                     pair.by_rule |= not same_name
-            if pair.found:
-                pair.part_of_model = len(pair.found) / count
-                pair.part_of_files = len(pair.names) / max(1, starts.below[put])
-                pair.all_of_one = len(pair.found) == wanted or len(keys) == len(files)
+            if pair.matches:
+                pair.part_of_model = len(pair.matches) / count
+                pair.part_of_files = len(pair.names) / max(1, starts.below[file_prefix])
+                pair.all_of_one = len(pair.matches) == wanted or len(keys) == len(files)
                 yield pair
 
 
 class _KeyPrefixes:
-    """Beginnings of the files' keys: nothing, or their first part."""
+    """Prefixes of the files' keys: empty, or their first part."""
 
     def __init__(self, files: Collection[str]) -> None:
         self.below = Counter({"": len(files)})
-        """How many keys begin with each."""
+        """Number of keys by prefix."""
         self._of: dict[str, list[str]] = defaultdict(list)
         for key in files:
             start, dot, rest = key.partition(".")
@@ -345,35 +353,35 @@ class _KeyPrefixes:
                 self.below[start + dot] += 1
                 self._of[rest].append(start + dot)
 
-    def before(self, names: Sequence[str]) -> list[str]:
-        """With which one of the names is a key; nothing always."""
+    def prefixes_of(self, names: Sequence[str]) -> list[str]:
+        """The prefixes with which one of the names is a key; always the empty one."""
         return ["", *sorted({start for name in names for start in self._of.get(name, ())})]
 
 
 class _NameIndex:
-    """Finds names by what they begin with, as there are many parts and many names."""
+    """An index of names by prefix, for many parts and many names."""
 
     def __init__(self, aliases: Mapping[str, Sequence[str]]) -> None:
         pairs = ((first, name) for first, names in aliases.items() for name in names)
         self._sorted = sorted((name, at, first) for at, (first, name) in enumerate(pairs))
 
     def __call__(self, start: str) -> list[tuple[str, str]]:
-        """First names and names, in the model's order."""
+        """Pairs of first name and name, in the model's order."""
         begin, end = (bisect_left(self._sorted, (x,)) for x in (start, start + _LAST))
         part = sorted(self._sorted[begin:end], key=itemgetter(1))
         return [(first, name) for name, _, first in part]
 
 
 def _ambiguous_match_error(checkpoint: WeightFiles, pairs: Sequence[_Pair]) -> CheckpointError:
-    parts = list(dict.fromkeys(repr(pair.taken) for pair in pairs))
-    starts = list(dict.fromkeys(repr(pair.put) for pair in pairs))
+    parts = list(dict.fromkeys(repr(pair.model_prefix) for pair in pairs))
+    starts = list(dict.fromkeys(repr(pair.file_prefix) for pair in pairs))
     if len(parts) > 1:
-        said = f"{checkpoint.shown} fits several parts of the model equally well: "
+        said = f"{checkpoint.display_name} fits several parts of the model equally well: "
         said += f"{first_names(parts)}. Say which one it is of: prefix={parts[-1]}, or with allow_missing= "
         said += "that the "
         said += "others may be missing."
     else:
-        said = f"several parts of {checkpoint.shown} fit the model equally well: "
+        said = f"several parts of {checkpoint.display_name} fit the model equally well: "
         said += f"{first_names(starts)}. Say with allow_unexpected= which of them are to be left unread, "
         said += "or with "
         said += "keys= which names are meant."

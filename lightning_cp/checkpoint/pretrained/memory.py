@@ -1,4 +1,4 @@
-"""Memory that there is, that was wanted, and that was used at most."""
+"""Memory limits of devices, machines and containers, and checks against them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lightning_cp.errors import CheckpointError
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """The bytes that can still be allocated on a device; ``None`` where nothing tells."""
+    """Bytes that can still be allocated on a device; ``None`` if unknown."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + kept  # PyTorch has it, and uses it again
+        return torch.cuda.mem_get_info(device)[0] + kept  # PyTorch holds it, and reuses it
     if device.type != "cpu":
         return None
     return _least(_shared(), _below_address_limit())
 
 
 def _shared() -> int | None:
-    """The bytes that processes of this machine can still take together."""
+    """Bytes that all processes of this machine can still allocate together."""
     return _least(_available(), _below_cgroup_limit())
 
 
@@ -35,7 +35,7 @@ def _least(*limits: int | None) -> int | None:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had at once, mapped files included."""
+    """Peak memory of this process, including mapped files."""
     value = _status("VmHWM")
     if value is not None:
         return value
@@ -44,7 +44,7 @@ def peak_bytes() -> int:
 
 @dataclass(frozen=True)
 class TensorMemory:
-    """The bytes that a tensor takes on this rank."""
+    """Bytes of a tensor on this rank."""
 
     name: str
     shape: torch.Size
@@ -54,15 +54,15 @@ class TensorMemory:
 def check_memory(
     parts: Sequence[TensorMemory], device: torch.device, passing: Sequence[TensorMemory] = ()
 ) -> int:
-    """Refuse what cannot fit, before the first byte is read.
+    """Check that tensors fit into memory, before the first byte is read.
 
     Args:
         parts: of the model on this rank.
         device: where.
-        passing: what is there for a while, beside all of it.
+        passing: temporary tensors, in addition to all parts.
 
     Returns:
-        The bytes that are wanted at once.
+        Bytes that are needed at once.
 
     Raises:
         CheckpointError: naming the largest parts.
@@ -87,14 +87,14 @@ def _set(passing: Sequence[TensorMemory]) -> str:
 
 
 def check_machine_memory(wanted: int, device: torch.device) -> None:
-    """Refuse what cannot fit because ranks of one machine share its memory. Collective.
+    """Check that the memory of each machine is enough for all of its ranks. Collective.
 
     Args:
         wanted: bytes on this rank.
-        device: where; on others than the CPU every rank has memory of its own.
+        device: for other devices than the CPU every rank has its own memory.
 
     Raises:
-        CheckpointError: on every rank, naming those of the machine.
+        CheckpointError: on every rank, naming the ranks of the machine.
     """
     world = World()
     if device.type != "cpu" or world.size == 1:
@@ -131,10 +131,10 @@ def out_of_memory_error(
 
 @contextmanager
 def room_for_whole(name: str, x: torch.Tensor, device: torch.device) -> Iterator[None]:
-    """Say what had no memory where all of ``x`` is allocated, or copied.
+    """Raise with the tensor's name if a block that allocates or copies all of ``x`` runs out of memory.
 
     Raises:
-        CheckpointError: there was none.
+        CheckpointError: out of memory.
     """
     try:
         yield
@@ -168,7 +168,7 @@ def _below_address_limit() -> int | None:
 
 
 def _below_cgroup_limit(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Of a container; what it has read from files counts as used there, and is given up when needed."""
+    """Limit of a container; file cache counts as used there, but is freed when needed."""
     with suppress(OSError, ValueError):
         limit = int((root / "memory.max").read_text())
         used = int((root / "memory.current").read_text())

@@ -1,4 +1,4 @@
-"""Options of loading a checkpoint, checked before there are processes."""
+"""Options of loading a checkpoint, checked before processes start, and the state of an unfinished load."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_options(options: Mapping[str, Any]) -> PretrainedOptions:
     """Read the options of a load.
 
     Raises:
-        ConfigError: one that is unknown, or of another kind.
+        ConfigError: an unknown option, or a value of a wrong type.
     """
     unknown = set(options) - set(PretrainedOptions.__dataclass_fields__)
     if unknown:
@@ -78,10 +78,10 @@ def check_options(options: Mapping[str, Any]) -> PretrainedOptions:
 
 
 def check_device_arguments(mesh: Any, device: Any) -> None:
-    """Refuse what tells no device.
+    """Check that arguments determine a device.
 
     Raises:
-        ConfigError: naming it.
+        ConfigError: naming the argument.
     """
     if mesh is not None and not isinstance(mesh, ContextParallelMesh | DeviceMesh):
         raise ConfigError(
@@ -103,7 +103,7 @@ def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
     """A floating-point dtype by name.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: not one.
     """
     found = getattr(torch, given, None) if isinstance(given, str) else given
     if found is not None and isinstance(found, torch.dtype) and found.is_floating_point:
@@ -116,20 +116,21 @@ def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
     )
 
 
-# A model that was loaded in part says so, whoever calls it.
+# A model that was loaded in part raises when it is called.
 
 
 _started: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
 _empty: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
-"""What of modules had no values when a load began that has not ended well."""
+"""Tensors of modules that had no values at the start of a load that has not succeeded."""
 
 
 @contextmanager
 def incomplete_until_done(model: nn.Module) -> Iterator[None]:
-    """Refuse every forward from here on; once the block ends without an error, allow it again."""
+    """Make every forward raise until the block ends without an error."""
     if model not in _started:
         _started[model] = [
-            module.register_forward_pre_hook(_refuse, prepend=True) for module in model.modules()
+            module.register_forward_pre_hook(_raise_incomplete, prepend=True)
+            for module in model.modules()
         ]
     _empty.update(without_values(model))
     yield
@@ -140,7 +141,7 @@ def incomplete_until_done(model: nn.Module) -> Iterator[None]:
 
 
 def without_values(model: nn.Module) -> Names:
-    """Tensors on the meta device, by modules, or with memory of a load that failed."""
+    """Tensors by module that are on the meta device, or have memory of a load that failed."""
     on_meta, found = meta_tensors(model), Names()
     for module in model.modules():
         own = {**module._parameters, **module._buffers}
@@ -151,16 +152,16 @@ def without_values(model: nn.Module) -> Names:
 
 
 def check_complete(model: nn.Module) -> None:
-    """Refuse a model whose loading began and did not end.
+    """Check that no load of a model began without success.
 
     Raises:
-        CheckpointError: it did.
+        CheckpointError: one did.
     """
     if any(module in _started for module in model.modules()):
-        _refuse()
+        _raise_incomplete()
 
 
-def _refuse(*_: Any) -> NoReturn:
+def _raise_incomplete(*_: Any) -> NoReturn:
     raise CheckpointError(
         "this model is incomplete: loading its pretrained weights began and did not end, so some of them are "
         "whatever was in memory. It may not be trained, evaluated or saved. Load it again, or make a new one."

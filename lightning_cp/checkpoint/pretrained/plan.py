@@ -38,30 +38,30 @@ from lightning_cp.errors import CheckpointError, ConfigError, without_home
 
 # The part of a parameter that this rank holds, for any placements.
 #
-# A DTensor's placements compose from left to right, and what they leave of a dimension need not be one
-# piece (``_StridedShard``: FSDP over tensor parallelism on one dimension). So we have PyTorch shard the
-# numbers of the rows themselves, the same way, and look at which ones arrive here. Nothing is communicated.
+# A DTensor's placements compose from left to right, and a rank's part of a dimension need not be one range
+# (``_StridedShard``: FSDP over tensor parallelism on one dimension). So PyTorch shards an index tensor in the
+# same way, and the indices of this rank are read. There is no communication.
 
 
 Runs = tuple[tuple[int, int], ...]
-"""Pieces of a dimension, as (first global index, length), in local order."""
+"""Ranges of a dimension, as (first global index, length), in local order."""
 
 
 @dataclass
 class LocalParts:
-    """Pieces of every dimension of parameters, remembered by mesh and placements."""
+    """Ranges of this rank in every dimension of parameters, cached by mesh and placements."""
 
     _known: dict[tuple[Any, ...], Runs] = field(default_factory=dict)
 
     def of(self, name: str, x: torch.Tensor) -> tuple[Runs, ...]:
-        """For every dimension of ``x`` the pieces that this rank has.
+        """The ranges of this rank for every dimension of ``x``.
 
         Args:
             name: of the parameter, for the error.
-            x: a parameter or buffer; a plain one is held whole. It may be on the meta device.
+            x: a parameter or buffer; a plain one is whole. It may be on the meta device.
 
         Raises:
-            ConfigError: a partial sum, which nothing can be loaded into.
+            ConfigError: a partial sum, which cannot be loaded into.
         """
         if not isinstance(x, DTensor):
             return tuple(((0, size),) for size in x.shape)
@@ -91,8 +91,8 @@ class LocalParts:
 def _runs(x: DTensor, placements: tuple[Any, ...], size: int) -> Runs:
     if all(isinstance(p, Replicate) for p in placements):
         return ((0, size),)
-    # Sharded along dimension 0 of a vector of numbers, whichever dimension it was.
-    along = [p if isinstance(p, Replicate) else _along_first(p) for p in placements]
+    # Sharded along dimension 0 of an index vector, for any dimension of ``x``.
+    along = [p if isinstance(p, Replicate) else _along_dim_0(p) for p in placements]
     numbers = torch.arange(size, device=x.device_mesh.device_type)
     local = distribute_tensor(numbers, x.device_mesh, along, src_data_rank=None).to_local().cpu()
     if not local.numel():
@@ -102,8 +102,8 @@ def _runs(x: DTensor, placements: tuple[Any, ...], size: int) -> Runs:
     return tuple((int(piece[0]), len(piece)) for piece in pieces)
 
 
-def _along_first(placement: Any) -> Any:
-    """The same way of sharding, of dimension 0."""
+def _along_dim_0(placement: Any) -> Any:
+    """The same placement for dimension 0."""
     if placement.dim == 0:
         return placement
     if hasattr(placement, "split_factor"):
@@ -120,11 +120,11 @@ class Slice:
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
     at: tuple[int, ...]
-    """Where it begins in the local tensor."""
+    """Start in the local tensor."""
 
     @property
     def place(self) -> tuple[slice, ...]:
-        """Of the box that it fills."""
+        """The box to fill in the local tensor."""
         return tuple(slice(at, at + n) for at, n in zip(self.at, self.lengths, strict=True))
 
     @property
@@ -135,29 +135,29 @@ class Slice:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """All slices of one rank, in the order in which they lie in the files."""
+    """All slices of one rank, in the order of the files."""
 
     slices: tuple[Slice, ...]
     tensors: Tensors
     prefix: str
-    """Of the model's names; the plan's own are without."""
+    """Prefix of the model's names; names in the plan are without it."""
     missing: tuple[str, ...]
-    """Parameters that the checkpoint does not have, and that were allowed to be."""
-    beside: tuple[str, ...]
-    """Parameters outside of the prefix that was found, by their whole names, that were allowed to be."""
+    """Allowed parameters that the checkpoint does not have."""
+    outside: tuple[str, ...]
+    """Allowed parameters outside of the found prefix, by full name."""
     unexpected: tuple[str, ...]
-    twins: tuple[Slice, ...]
-    """What the files have of tied parameters under their other names, which is to be the same."""
+    tied: tuple[Slice, ...]
+    """Slices of tied parameters under their other names, which must have equal values."""
     model_bytes: int
-    """Of the tensors in the files that the model takes, each counted once."""
+    """Size in the files of the tensors that the model takes, each counted once."""
     names: Mapping[str, Keys]
-    """Of the model's tensors, and what each is called in the files; nothing, if it is not there."""
+    """Names of the model's tensors, with their keys in the files; empty for a missing one."""
     files: Mapping[str, TensorEntry]
-    """All that they hold."""
+    """All tensors of the files."""
 
     @property
     def nbytes(self) -> int:
-        """The bytes that this rank reads."""
+        """Bytes that this rank reads."""
         return sum(one.nbytes for one in self.slices)
 
 
@@ -171,47 +171,49 @@ def plan_load(
     allow_missing: Sequence[str] = (),
     allow_unexpected: Sequence[str] = (),
 ) -> LoadPlan:
-    """Compare names and shapes, and say which bytes this rank needs.
+    """Compare names and shapes, and plan the reads of this rank.
 
     Args:
         model: with plain parameters or DTensors, on any device, ``meta`` included.
-        checkpoint: what the files hold.
+        checkpoint: the files.
         rules: other names and fused parameters.
-        prefix: of the model's names, without which they are the checkpoint's; ``None`` finds it.
+        prefix: of the model's names, removed for those of the checkpoint; ``None`` finds it.
         strict: a name that only one side has is an error.
-        allow_missing: patterns (``*`` is anything) of parameters that need not be in the checkpoint.
-        allow_unexpected: patterns of keys that are left unread.
+        allow_missing: patterns (``*`` is anything) of parameters that may be missing in the checkpoint.
+        allow_unexpected: patterns of keys that may stay unread.
 
     Raises:
         CheckpointError: names or shapes that do not fit, or names that fit several parts of the model.
-        ConfigError: a prefix that no parameter has, or placements that nothing can be loaded into.
+        ConfigError: a prefix that no parameter has, or placements that cannot be loaded into.
     """
     allowed = AllowedNames(allow_missing, allow_unexpected, strict)
     match, entries = find_match(model, checkpoint, rules, prefix, allowed), checkpoint.entries
     tensors = match.tensors
     if not tensors.by_name:
         raise ConfigError(
-            f"no parameter of the model begins with prefix={match.taken!r}. "
+            f"no parameter of the model begins with prefix={match.model_prefix!r}. "
             "Leave prefix out to have it found."
         )
     check_rules_used(rules, [name for names in tensors.aliases.values() for name in names])
     missing, unexpected = match.refused(allowed)
-    check_names([match.sought(x) for x in missing], unexpected, checkpoint, match.taken)
+    check_names(
+        [match.describe_missing(x) for x in missing], unexpected, checkpoint, match.model_prefix
+    )
     if not match.used:
         raise CheckpointError(
-            f"{checkpoint.shown} and the model have no name in common. In the files: "
+            f"{checkpoint.display_name} and the model have no name in common. In the files: "
             f"{first_names(list(entries))}; "
             f"in the model: {first_names(list(tensors.by_name))}. Give prefix= or keys=.{checkpoint.advice}"
         )
-    twins = (_slices({name: known}, match, entries) for name, known in match.twins(allowed))
+    tied = (_slices({name: known}, match, entries) for name, known in match.tied_names(allowed))
     return LoadPlan(
         _slices(match.chosen, match, entries),
         tensors,
-        match.taken,
+        match.model_prefix,
         tuple(match.missing),
-        tuple(match.beside),
+        tuple(match.outside),
         tuple(match.unexpected(allowed)),
-        tuple(one for slices in twins for one in slices),
+        tuple(one for slices in tied for one in slices),
         sum(entries[key].nbytes for key in match.used),
         match.same_names(),
         entries,
@@ -244,7 +246,7 @@ def _slices(
 
 
 def _boxes(name: str, source: Source, shape: tuple[int, ...], runs: Sequence[Runs]) -> list[Slice]:
-    """The local pieces of a parameter that come from one source."""
+    """The slices of a parameter from one source."""
     along: list[list[tuple[int, int, int]]] = []  # (in the entry, length, in the local tensor)
     for dim, pieces in enumerate(runs):
         whole = source.length is None or dim != source.dim
@@ -265,7 +267,7 @@ def _boxes(name: str, source: Source, shape: tuple[int, ...], runs: Sequence[Run
 
 
 def _check_dtype(name: str, x: torch.Tensor, entry: TensorEntry) -> None:
-    """Dtypes may change between floating-point numbers, and nowhere else."""
+    """Check that a dtype changes only between floating-point numbers."""
     if x.dtype == entry.dtype or (x.is_floating_point() and entry.dtype.is_floating_point):
         return
     raise CheckpointError(
@@ -274,7 +276,7 @@ def _check_dtype(name: str, x: torch.Tensor, entry: TensorEntry) -> None:
     )
 
 
-# Every rank loads the same: what each has found alone is compared before anything is allocated.
+# Every rank loads the same tensors: plans are compared before anything is allocated.
 
 
 _log = logging.getLogger("lightning_cp")
@@ -283,13 +285,13 @@ Facts = dict[str, Mapping[str, str]]
 
 
 def check_same_plan(plan: LoadPlan, options: PretrainedOptions) -> None:
-    """Refuse ranks whose files, names, parts of the model or dtypes differ. Collective.
+    """Check that ranks have the same files, names, parts of the model and dtypes. Collective.
 
-    Machines may have copies of their own, of which one is older. What a rank reads of a tensor is its own
-    matter; which tensor that is, is not.
+    Machines may have different copies, one of them outdated. Only the slice that a rank reads of a tensor may
+    differ.
 
     Raises:
-        CheckpointError: on every rank, naming what differs first, and between which ranks.
+        CheckpointError: on every rank, naming the first difference, and the ranks.
     """
     world, facts = World(), _facts(plan, options)
     own = {what: fingerprint(sorted(said.items())) for what, said in facts.items()}
@@ -298,14 +300,14 @@ def check_same_plan(plan: LoadPlan, options: PretrainedOptions) -> None:
     if odd is not None:
         shown = world.gather(facts if world.rank in (0, odd) else {})
         what = next(name for name in facts if every[odd][name] != every[0][name])
-        _refuse(what, shown[0][what], shown[odd][what], odd)
+        _raise_difference(what, shown[0][what], shown[odd][what], odd)
 
 
 def warn_different_paths(path: str | os.PathLike[str]) -> None:
     """Log on the first rank that another one loads from another path. Collective.
 
-    Machines may have copies of their own, so that is no error; but one that is of other training has the same
-    names and shapes, and its values are not compared.
+    Machines may have copies of their own, so that is no error; but a checkpoint of another training has the
+    same names and shapes, and values are not compared.
     """
     world = World()
     every = world.gather(str(local_path(path)))
@@ -321,7 +323,7 @@ def warn_different_paths(path: str | os.PathLike[str]) -> None:
 
 
 def _facts(plan: LoadPlan, options: PretrainedOptions) -> Facts:
-    """By what they are of, in the order in which a difference is named."""
+    """Facts of a plan by subject, in the order in which a difference is named."""
     return {
         "the files are": {
             repr(key): f"{entry.dtype} {list(entry.shape)}" for key, entry in plan.files.items()
@@ -335,7 +337,9 @@ def _facts(plan: LoadPlan, options: PretrainedOptions) -> Facts:
     }
 
 
-def _refuse(what: str, first: Mapping[str, str], other: Mapping[str, str], odd: int) -> NoReturn:
+def _raise_difference(
+    what: str, first: Mapping[str, str], other: Mapping[str, str], odd: int
+) -> NoReturn:
     name = min(x for x in {*first, *other} if first.get(x) != other.get(x))
     said = [x.get(name, "not there") for x in (first, other)]
     raise CheckpointError(

@@ -1,9 +1,9 @@
-"""Reading boxes of tensors with a bounded buffer, straight into their place where that is possible.
+"""Reader of boxes of tensors with a bounded buffer, straight into their memory where possible.
 
 PyTorch's ``HuggingFaceStorageReader`` maps each file and copies slices of it. Mapped pages count as the
-process's memory while they last, up to a whole file, and a slice is made whole before it is copied. Here
-bytes are read (``preadv``) into the parameter's own memory, many rows of columns with one call,
-which puts what lies between them aside. Converted values, and those for other devices, pass through a buffer.
+process's memory, up to a whole file, and a slice is made whole before it is copied. Here bytes are read
+(``preadv``) into the parameter's own memory, many rows of columns with one call, which discards the bytes
+between them. Converted values, and those for other devices, pass through a buffer.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from lightning_cp.checkpoint.pretrained.files import TensorEntry, file_state, op
 from lightning_cp.errors import CheckpointError
 from lightning_cp.watchdog.phase import sign_of_life
 
-# Where the bytes of a box of a tensor lie in its file: rows of the same length at equal distances.
+# Positions of a box of a tensor in its file: rows of the same length at equal distances.
 
 
 @dataclass(frozen=True)
 class ElementRun:
-    """Elements that lie side by side, in the file within each row, in the box (C order) altogether."""
+    """Elements that are contiguous in the file within each row, and in the box (C order) altogether."""
 
     start: int
-    """The first one's place in the tensor."""
+    """Index of the first one in the tensor."""
     count: int
     length: int
-    """Of each row."""
+    """Length of each row."""
     step: int
-    """From one row's start to the next one's, in the tensor."""
+    """Distance between starts of rows, in the tensor."""
     at: int
-    """The first one's place in the box."""
+    """Index of the first one in the box."""
 
     @property
     def numel(self) -> int:
         return self.count * self.length
 
     def cut(self, most: int) -> Iterator[ElementRun]:
-        """The same in order, no part of more than ``most`` elements."""
+        """The same elements in order, in parts of at most ``most`` elements."""
         each = max(1, most // self.length)
         for row in range(0, self.count, each):
             count = min(each, self.count - row)
@@ -60,12 +60,12 @@ class ElementRun:
 def runs_of_box(
     offsets: Sequence[int], lengths: Sequence[int], shape: Sequence[int]
 ) -> Iterator[ElementRun]:
-    """The box at ``offsets`` with these ``lengths``, of a tensor of ``shape`` in C order."""
+    """The runs of the box at ``offsets`` with these ``lengths``, in a tensor of ``shape`` in C order."""
     if not prod(lengths):
         return
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     last = max((dim for dim in range(len(shape)) if lengths[dim] != shape[dim]), default=0)
-    first = last - 1  # rows go on at the same distance over dimensions of which the box has all
+    first = last - 1  # a full dimension keeps the distance of rows
     while first > 0 and lengths[first] == shape[first]:
         first -= 1
     first = max(0, first)
@@ -78,21 +78,21 @@ def runs_of_box(
 
 
 DIRECT_BYTES = 16 * 2**20
-"""Bytes read into their place between two calls of ``done``."""
+"""Bytes read in place between two calls of ``done``."""
 BUFFER_BYTES = 2**20
-"""Bytes that pass through the buffer at a time; it stays in a core's cache between being filled and read."""
+"""Bytes in the buffer at a time; few enough to stay in a core's cache between being filled and read."""
 READ_THROUGH_BYTES = 24 * 2**10
-"""Bytes between two rows that are rather read along than skipped; about what a call costs."""
+"""Bytes between two rows that are read rather than skipped; a call costs about as much."""
 MAX_VIEWS = 1024
-"""Places that one call may fill: ``IOV_MAX`` of Linux and macOS."""
+"""Limit of memory views per call: ``IOV_MAX`` of Linux and macOS."""
 
 
 class SliceReader:
-    """Open files of a checkpoint, one at a time, and one buffer.
+    """Reads from the files of a checkpoint, with one open file at a time and one buffer.
 
     Args:
-        done: called with the number of bytes of the box that were just read.
-        look: called with the values that were just read, where they belong, in one dimension.
+        done: called with the number of bytes of the box that were read.
+        look: called with the values that were read, in their final memory, in one dimension.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class SliceReader:
         self.close()
 
     def close(self) -> None:
-        """Close the file and give the buffer back."""
+        """Close the file and free the buffer."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd, self._file, self._buffer = -1, None, None
@@ -122,7 +122,7 @@ class SliceReader:
         """Fill ``into``, on any device, with the box of ``entry`` at ``offsets`` that has its shape.
 
         Raises:
-            CheckpointError: the file ends before, or cannot be read.
+            CheckpointError: the file is too short, or cannot be read.
         """
         self._open(entry)
         size = entry.dtype.itemsize
@@ -150,7 +150,7 @@ class SliceReader:
         target.copy_(packed.view(entry.dtype))
 
     def _fill(self, entry: TensorEntry, rows: ElementRun, memory: memoryview) -> None:
-        """Rows from the file into ``memory``, where they lie side by side."""
+        """Read rows from the file into ``memory``, contiguously."""
         item = entry.dtype.itemsize
         size, step, start = rows.length * item, rows.step * item, entry.start + rows.start * item
         unused = memoryview(self._unused)[: step - size]
@@ -162,7 +162,7 @@ class SliceReader:
             views = [view for part in some for view in (part, unused)][:-1]
             if self._pread(entry, views, begin) == (len(some) - 1) * step + size:
                 continue
-            for number, part in enumerate(some):  # a short read, which may happen at any place
+            for number, part in enumerate(some):  # a short read may end anywhere
                 self._fill_one(entry, begin + number * step, part)
 
     def _fill_one(self, entry: TensorEntry, start: int, into: memoryview) -> None:
@@ -202,7 +202,7 @@ class SliceReader:
 
 
 def _contiguous(x: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """A tensor in parts that lie side by side in memory, with the place of each one's first element."""
+    """Contiguous parts of a tensor, each with the index of its first element."""
     if x.is_contiguous():
         yield (0,) * x.dim(), x
         return

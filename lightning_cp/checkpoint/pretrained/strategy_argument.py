@@ -1,4 +1,4 @@
-"""``pretrained=``: weights that others made, loaded once into each model, before it is trained."""
+"""The setting ``pretrained=``: weights that are loaded once into each model, before training."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_cp.checkpoint.pretrained.load import load_pretrained
-from lightning_cp.checkpoint.pretrained.options import check_complete, check_options
 from lightning_cp.config import StrategyConfig
 from lightning_cp.errors import ConfigError
 
 
 def check_pretrained(settings: StrategyConfig) -> None:
-    """Refuse what cannot be loaded from, before there are processes.
+    """Check the setting before processes start.
 
     Raises:
-        ConfigError: neither a path nor a mapping with one, unknown options, or a path that is not there.
+        ConfigError: neither a path nor a mapping with one, unknown options, or a path that does not
+            exist.
     """
-    given = settings.pretrained
-    if given is None:
+    setting = settings.pretrained
+    if setting is None:
         return
-    path = _path(given)
-    check_options(_options(given))
+    from lightning_cp.checkpoint.pretrained.options import check_options
+
+    path = _path(setting)
+    check_options(_options(setting))
     if not Path(path).exists():
         raise ConfigError(
             f"pretrained={str(path)!r} does not exist. Give a directory with safetensors files, as "
@@ -35,66 +36,64 @@ def check_pretrained(settings: StrategyConfig) -> None:
         )
 
 
-def _path(given: Any) -> Any:
-    path = given.get("path") if isinstance(given, Mapping) else given
+def _path(setting: Any) -> Any:
+    path = setting.get("path") if isinstance(setting, Mapping) else setting
     if not isinstance(path, str | PathLike) or not str(path):
         raise ConfigError(
             "pretrained must be a path, or a mapping with path= and options of load_pretrained, got "
-            f"{given!r}. "
+            f"{setting!r}. "
             "Write pretrained='path/of/a/checkpoint'."
         )
     return path
 
 
-def _options(given: Any) -> dict[str, Any]:
-    given = given if isinstance(given, Mapping) else {}
-    return {key: value for key, value in given.items() if key != "path"}
+def _options(setting: Any) -> dict[str, Any]:
+    setting = setting if isinstance(setting, Mapping) else {}
+    return {key: value for key, value in setting.items() if key != "path"}
 
 
 class Pretrained:
-    """The models that have their weights already.
+    """Loads each model once.
 
-    A model is loaded at its first setup. If that fails, its next setup tries again: it is never taken for
-    loaded, and refuses to be called meanwhile.
+    A model is loaded at its first setup. If that fails, its next setup tries again: until then it does not
+    count as loaded, and raises when called.
 
     Args:
-        given: the setting.
-        offload: parameters live in host memory.
+        setting: the setting.
+        offload: parameters are in host memory.
     """
 
-    def __init__(self, given: Any, *, offload: bool = False) -> None:
-        self._given, self._offload = given, offload
+    def __init__(self, setting: Any, *, offload: bool = False) -> None:
+        self._setting, self._offload = setting, offload
         self._loaded: list[weakref.ref[nn.Module]] = []
 
     def load(self, module: nn.Module, device: torch.device) -> None:
-        """Load into ``module`` unless that was done.
+        """Load into ``module``, unless it is loaded already.
 
         Args:
-            module: sharded already, if it is to be.
-            device: where the module computes.
+            module: with its final sharding.
+            device: the device of computation.
 
         Raises:
-            CheckpointError: see ``load_pretrained``; or a model that was left incomplete, where nothing is
-                to be loaded.
+            CheckpointError: see ``load_pretrained``; or a model that was left incomplete, without the
+                setting.
             RankFailure: another rank has raised.
         """
-        if self._given is None:
+        from lightning_cp.checkpoint.pretrained.load import load_pretrained
+        from lightning_cp.checkpoint.pretrained.meta_init import move_buffers
+        from lightning_cp.checkpoint.pretrained.options import check_complete
+
+        if self._setting is None:
             check_complete(module)
             return
         if any(known() is module for known in self._loaded):
             return
         home = torch.device("cpu") if self._offload else device
-        load_pretrained(module, _path(self._given), device=home, **_options(self._given))
+        load_pretrained(module, _path(self._setting), device=home, **_options(self._setting))
         if home != device:
-            _move_buffers(module, device)
+            move_buffers(module.modules(), device)
         self._loaded.append(weakref.ref(module))
 
     def __getstate__(self) -> dict[str, Any]:
         """For processes that are spawned with the strategy: they load what they train."""
-        return {"_given": self._given, "_offload": self._offload, "_loaded": []}
-
-
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Of what is offloaded, only parameters are brought to where they are used."""
-    for part in module.modules():
-        part._buffers.update({k: x.to(device) for k, x in part._buffers.items() if x is not None})
+        return {"_setting": self._setting, "_offload": self._offload, "_loaded": []}

@@ -1,4 +1,4 @@
-"""Writing safetensors files one tensor at a time: the header first, since all sizes are known before."""
+"""Writer of safetensors files, one tensor at a time: the header comes first, since all sizes are known."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """In the file."""
+        """Its size in the file."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def split_into_files(tensors: Mapping[str, TensorSpec], limit: int) -> dict[str, list[str]]:
-    """File names and the keys in each, in order; a file stays below ``limit`` bytes if its keys let it."""
+    """File names and the keys in each, in order; a file has at most ``limit`` bytes, or one tensor."""
     files: list[list[str]] = [[]]
     size = 0
     for key, tensor in tensors.items():
@@ -52,18 +52,18 @@ def split_into_files(tensors: Mapping[str, TensorSpec], limit: int) -> dict[str,
 
 
 def index_text(tensors: Mapping[str, TensorSpec], files: Mapping[str, Sequence[str]]) -> str:
-    """The file of each key, as transformers writes it."""
+    """The index text, with the file of each key, as transformers writes it."""
     where = {key: name for name, keys in files.items() for key in keys}
     total = sum(tensor.nbytes for tensor in tensors.values())
     return json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n"
 
 
 class TensorFile:
-    """A new file, to be filled in the order of ``order``.
+    """A new file, whose tensors are written in the order of ``tensors``.
 
     Args:
-        path: it must not exist.
-        tensors: what it will hold.
+        path: must not exist.
+        tensors: entries of its tensors.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorSpec]) -> None:
@@ -72,7 +72,7 @@ class TensorFile:
         self._put(memoryview(header_bytes({key: tensors[key] for key in self.order})))
 
     def write(self, x: torch.Tensor) -> None:
-        """The next tensor, on the CPU."""
+        """Append the next tensor, on the CPU."""
         flat: Any = x.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         self._put(memoryview(flat))
 
@@ -82,34 +82,34 @@ class TensorFile:
             sign_of_life()
 
     def sync(self) -> None:
-        """Have it on the disk."""
+        """Flush the file to disk."""
         self._stream.flush()
         os.fsync(self._stream.fileno())
 
     def close(self) -> None:
-        """No more comes."""
+        """Close the file."""
         self._stream.close()
 
 
 def aligned_order(tensors: Mapping[str, TensorSpec]) -> list[str]:
-    """Keys with the largest elements first: then each tensor begins where its dtype may."""
+    """Keys with the largest elements first, so that each tensor is aligned for its dtype."""
     return sorted(tensors, key=lambda key: -tensors[key].dtype.itemsize)
 
 
 def header_bytes(
-    tensors: Mapping[str, TensorSpec], said: Mapping[str, str] = FOR_PYTORCH, multiple: int = 8
+    tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str] = FOR_PYTORCH, multiple: int = 8
 ) -> bytes:
     """The length and the header.
 
     Args:
-        tensors: in the order in which they will come.
-        said: strings that are kept beside them.
-        multiple: the tensors begin at one of so many bytes.
+        tensors: in the order of writing.
+        metadata: strings in the header's metadata.
+        multiple: alignment of the first tensor in bytes.
 
     Raises:
         ConfigError: a dtype that the format does not have.
     """
-    entries: dict[str, Any] = {"__metadata__": dict(said)}
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for key, tensor in tensors.items():
         if tensor.dtype not in DTYPE_NAMES:

@@ -1,4 +1,4 @@
-"""Sharing a model's layers by a plan, once, before an engine wraps it."""
+"""Sharing of a model's layers by a plan, once, before an engine wraps the model."""
 
 from __future__ import annotations
 
@@ -23,24 +23,28 @@ from lightning_cp.engines.tensor_parallel.auto_plan import (
     automatic_plan,
 )
 from lightning_cp.engines.tensor_parallel.styles import FusedColwiseLinear
-from lightning_cp.engines.tensor_parallel.user_plan import given_plan, watch_widths
+from lightning_cp.engines.tensor_parallel.user_plan import (
+    check_widths_in_forward,
+    plan_from_patterns,
+)
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout.axes import Axis, Flat
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.randomness.token_draws import share_features
 
-# Attention modules that count their heads are told how many are left to a rank.
+# Attention modules that count their heads get the number of a rank's heads.
 
 
-def leave_local_heads(attention: Attention, size: int) -> None:
-    """Divide the counts of heads in a module's attributes; one that infers them from shapes has none."""
+def set_local_heads(attention: Attention, size: int) -> None:
+    """Divide the counts of heads in a module's attributes; a module that infers them from shapes has none."""
     module: Any = attention.module
     counts: dict[str, int] = dict.fromkeys(known.KV_HEADS, attention.kv_heads)
     counts |= dict.fromkeys(known.QUERY_HEADS, attention.query_heads)
     for name, count in counts.items():
         if vars(module).get(name) == count and type(vars(module)[name]) is int:
             setattr(module, name, count // size)
-    if len(attention.ways_in) == 1 and hasattr(module, "config"):  # where it finds where keys begin
+    # A fused layer's outputs are separated by the counts in the config.
+    if len(attention.input_layers) == 1 and hasattr(module, "config"):
         module.config = LocalConfig(
             module.config,
             num_attention_heads=attention.query_heads // size,
@@ -49,14 +53,14 @@ def leave_local_heads(attention: Attention, size: int) -> None:
 
 
 class LocalConfig:
-    """A config seen by one rank's part of a module; all but the counts is the model's own."""
+    """A config as one rank's part of a module sees it: local counts, all else from the model's config."""
 
     def __init__(self, config: Any, **counts: int) -> None:
         self.__dict__.update(counts)
         self.__dict__["_config"] = config
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_config":  # a copy that is being made
+        if name == "_config":  # a copy in construction
             raise AttributeError(name)
         return getattr(self._config, name)
 
@@ -64,25 +68,26 @@ class LocalConfig:
         setattr(self._config, name, value)
 
 
-Given = Mapping[str, Any] | Callable[..., Any] | None
+UserPlan = Mapping[str, Any] | Callable[..., Any] | None
 
 
 def share_layers(
     module: nn.Module,
     mesh: ContextParallelMesh,
-    given: Given = None,
-    before_data: Callable[[], object] = lambda: None,
+    user_plan: UserPlan = None,
+    before_exchange: Callable[[], object] = lambda: None,
 ) -> None:
-    """Have the ranks of each ``tp`` group share the layers of ``module``; nothing if they do, or are alone.
+    """Share the layers of ``module`` among the ranks of each ``tp`` group. Does nothing if they are shared
+    already, or for one rank.
 
-    Afterwards all of them have the same values of what is not shared, and will draw the same random numbers.
+    Afterwards all ranks have the same values of replicated parameters, and the same random state.
 
     Args:
-        module: in place.
+        module: changed in place.
         mesh: the process groups.
-        given: ``None``: the automatic plan; or the user's own: patterns of names with styles, or a
+        user_plan: ``None``: the automatic plan; or the user's own: patterns of names with styles, or a
             function of (module, device_mesh).
-        before_data: called before layers exchange anything; a method is held weakly.
+        before_exchange: called before layers exchange anything; a method is held weakly.
 
     Raises:
         ConfigError: a plan that does not fit the model, or heads or dimensions that do not divide.
@@ -90,27 +95,27 @@ def share_layers(
     if mesh.tp_size == 1 or is_shared(module):
         return
     tied, styles = _tied(module), dict[str, ParallelStyle]()
-    if callable(given):
-        _call(given, module, mesh)
+    if callable(user_plan):
+        _call(user_plan, module, mesh)
     else:
         plan = (
             automatic_plan(module, mesh.tp_size)
-            if given is None
-            else given_plan(module, given, mesh.tp_size)
+            if user_plan is None
+            else plan_from_patterns(module, user_plan, mesh.tp_size)
         )
         styles = plan.styles
         for name, style in styles.items():
             parallelize_module(module.get_submodule(name), mesh.axis_mesh(Axis.TP), style)
-        if given is not None:
-            watch_widths(module, styles, mesh.tp_size)
+        if user_plan is not None:
+            check_widths_in_forward(module, styles, mesh.tp_size)
         for attention in plan.attention:
-            leave_local_heads(attention, mesh.tp_size)
-        rank_zero_info(_shown(plan, mesh.tp_size))
-    _require_equal_parts(module, mesh.tp_size)
-    _tell_draws(module, styles, mesh.axis_mesh(Axis.TP).get_local_rank())
+            set_local_heads(attention, mesh.tp_size)
+        rank_zero_info(_plan_text(plan, mesh.tp_size))
+    _check_equal_parts(module, mesh.tp_size)
+    _register_draws(module, styles, mesh.axis_mesh(Axis.TP).get_local_rank())
     _tie(module, tied)
-    _tell_checks(module, before_data)
-    _make_alike(module, mesh)
+    _exchange_errors_first(module, before_exchange)
+    _copy_first_rank(module, mesh)
 
 
 def is_shared(module: nn.Module) -> bool:
@@ -121,8 +126,8 @@ def is_shared(module: nn.Module) -> bool:
     )
 
 
-def _call(given: Callable[..., Any], module: nn.Module, mesh: ContextParallelMesh) -> None:
-    returned = given(module, mesh.axis_mesh(Axis.TP))
+def _call(plan: Callable[..., Any], module: nn.Module, mesh: ContextParallelMesh) -> None:
+    returned = plan(module, mesh.axis_mesh(Axis.TP))
     if returned is not None and returned is not module:
         raise ConfigError(
             "tensor_parallel_plan returned another module than it was given. Share layers in place, as "
@@ -135,14 +140,16 @@ def _call(given: Callable[..., Any], module: nn.Module, mesh: ContextParallelMes
         )
 
 
-def _tell_draws(module: nn.Module, styles: Mapping[str, ParallelStyle], rank: int) -> None:
-    """Say where features are a rank's share: from layers that share outputs to those that share inputs."""
+def _register_draws(module: nn.Module, styles: Mapping[str, ParallelStyle], rank: int) -> None:
+    """Register the features of each rank with random draws, from layers that share outputs to those that
+    share inputs.
+    """
     for name, layer in module.named_modules():
         weight = layer.weight.data if isinstance(layer, nn.Linear) else None
         if not isinstance(layer, nn.Linear) or not isinstance(weight, DTensor):
             continue
         if Shard(1) in weight.placements:
-            layer.register_forward_pre_hook(_whole)
+            layer.register_forward_pre_hook(_mark_replicated)
         elif Shard(0) in weight.placements:
             style, size = styles.get(name), weight.device_mesh.size()
             parts = style.parts if isinstance(style, FusedColwiseLinear) else ()
@@ -150,17 +157,17 @@ def _tell_draws(module: nn.Module, styles: Mapping[str, ParallelStyle], rank: in
             layer.register_forward_hook(partial(_share, widths, rank))
 
 
-def _share(widths: frozenset[int], rank: int, layer: nn.Module, given: object, output: Any) -> None:
+def _share(widths: frozenset[int], rank: int, layer: nn.Module, args: object, output: Any) -> None:
     if isinstance(output, torch.Tensor) and output.shape[-1] in widths:  # not where it is gathered
         share_features(widths, rank)
 
 
-def _whole(*given: object) -> None:
+def _mark_replicated(*call: object) -> None:
     share_features()
 
 
-def _require_equal_parts(module: nn.Module, size: int) -> None:
-    """Refuse parts of different sizes: FSDP2 shards them as if they were equal.
+def _check_equal_parts(module: nn.Module, size: int) -> None:
+    """Check that all parts have one size: FSDP2 shards them as if they were equal.
 
     Raises:
         ConfigError: naming the parameter and the dimension.
@@ -177,7 +184,7 @@ def _require_equal_parts(module: nn.Module, size: int) -> None:
 
 
 def _tied(module: nn.Module) -> list[list[str]]:
-    """Names of parameters that are one and the same."""
+    """Lists of names of tied parameters."""
     by_id: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         by_id.setdefault(id(parameter), []).append(name)
@@ -185,7 +192,7 @@ def _tied(module: nn.Module) -> list[list[str]]:
 
 
 def _tie(module: nn.Module, tied: list[list[str]]) -> None:
-    """Make parameters one again that were shared one by one.
+    """Tie parameters again that were shared one by one.
 
     Raises:
         ConfigError: they were shared in different ways.
@@ -208,13 +215,13 @@ def _placement(parameter: torch.Tensor) -> str:
     return str(data.placements) if isinstance(data, DTensor) else "not sharded"
 
 
-def _tell_checks(module: nn.Module, before_data: Callable[[], object]) -> None:
-    """Have ranks tell each other what they have found before layers exchange anything."""
-    owner = getattr(before_data, "__self__", None)
-    call = before_data if owner is None else weakref.WeakMethod(before_data)  # type: ignore[arg-type]
+def _exchange_errors_first(module: nn.Module, before_exchange: Callable[[], object]) -> None:
+    """Have ranks exchange their errors before layers exchange anything."""
+    owner = getattr(before_exchange, "__self__", None)
+    call = before_exchange if owner is None else weakref.WeakMethod(before_exchange)  # type: ignore[arg-type]
 
     def tell(*_: Any) -> None:
-        found: Any = call() if owner is not None else before_data
+        found: Any = call() if owner is not None else before_exchange
         if found is not None:
             found()
 
@@ -223,10 +230,10 @@ def _tell_checks(module: nn.Module, before_data: Callable[[], object]) -> None:
             part.register_forward_pre_hook(tell, prepend=True)
 
 
-def _make_alike(module: nn.Module, mesh: ContextParallelMesh) -> None:
-    """Give all ranks of a group what its first one has: parameters and buffers left whole, random numbers.
+def _copy_first_rank(module: nn.Module, mesh: ContextParallelMesh) -> None:
+    """Copy replicated parameters, buffers and the random state from the first rank of each group.
 
-    What layers have become is then given to the groups with other tokens and samples.
+    The shared layers are then broadcast to the groups with other tokens and samples.
     """
     group = mesh.group(Axis.TP)
     tensors = [x for x in (*module.parameters(), *module.buffers()) if not x.is_meta]
@@ -245,12 +252,12 @@ def _make_alike(module: nn.Module, mesh: ContextParallelMesh) -> None:
         torch.cuda.set_rng_state(state.cpu())
 
 
-def _shown(plan: TensorParallelPlan, size: int) -> str:
-    """The plan in a few lines: modules that differ in numbers only are one."""
+def _plan_text(plan: TensorParallelPlan, size: int) -> str:
+    """The plan in a few lines: modules whose names differ only in numbers share a line."""
     counts = Counter(
         (re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), type(style).__name__)
         for name, style in plan.styles.items()
     )
     lines = [f"{name}: {style} ({count})" for (name, style), count in counts.items()]
-    lines += [f"{left.name}: whole on every rank, as {left.why}" for left in plan.whole]
+    lines += [f"{left.name}: whole on every rank, as {left.why}" for left in plan.replicated]
     return f"tensor parallel over {size} ranks:\n  " + "\n  ".join(lines)

@@ -1,4 +1,4 @@
-"""The automatic plan: queries, keys, values, gates and ups by columns, what is behind them by rows."""
+"""The automatic plan: queries, keys, values, gates and ups by columns, the layers behind them by rows."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ ATTENTION = (
     ("wq", "wk", "wv", "wo"),
     ("query", "key", "value", "out"),
 )
-"""Linear layers that make queries, keys and values, and the one behind attention."""
+"""Linear layers for queries, keys and values, and the one behind attention."""
 
 FUSED_ATTENTION = (("qkv_proj", "o_proj"),)
-"""The first makes queries, then keys, then values; only where it is known that they follow in this order."""
+"""The first makes queries, then keys, then values; used only for families where this order is known."""
 
 GATED_MLP = (
     ("gate_proj", "up_proj", "down_proj"),
     ("gate", "up", "down"),
     ("w1", "w3", "w2"),
 )
-"""Two that make the hidden features together, and the one behind."""
+"""Two layers that make the hidden features, and the one behind."""
 
 PLAIN_MLP = (("up_proj", "down_proj"), ("up", "down"), ("c_fc", "c_proj"), ("fc1", "fc2"))
 
 FUSED_MLP = (("gate_up_proj", "down_proj"),)
-"""The first makes gates, then ups; only where that is known."""
+"""The first makes gates, then ups; used only for families where this order is known."""
 
 HEAD_NORMS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm")
-"""Norms of queries and keys; sharded where each head is normalised by itself."""
+"""Norms of queries and keys; sharded if each head is normalised by itself."""
 
 EMBEDDINGS = ("embed_tokens", "embed", "tok_embeddings", "token_embedding", "wte")
 HEADS = ("lm_head", "head", "output", "unembed")
@@ -65,7 +65,7 @@ QUERY_HEADS = (
     "heads",
 )
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
-"""Attributes in which an attention module keeps counts of heads."""
+"""Attributes with an attention module's counts of heads."""
 
 KNOWN_TYPES = (
     "arcee",
@@ -94,7 +94,7 @@ KNOWN_TYPES = (
 """``config.model_type`` of Hugging Face families that were compared with one process."""
 
 
-# Finding what can be shared: attention and MLPs by the names of their layers, and their heads by shape.
+# Modules that can be shared: attention and MLPs by the names of their layers, and their heads by shape.
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,9 @@ class Attention:
 
     name: str
     module: nn.Module
-    ways_in: tuple[str, ...]
-    """Its layers that make queries, keys and values: three, or one for all."""
-    way_out: str
+    input_layers: tuple[str, ...]
+    """Its layers for queries, keys and values: three, or one fused layer."""
+    output_layer: str
     query_heads: int
     kv_heads: int
     head_dim: int
@@ -115,18 +115,18 @@ class Attention:
 
 @dataclass(frozen=True)
 class MLP:
-    """One MLP; experts of a mixture are not among them."""
+    """One MLP outside of a mixture of experts."""
 
     name: str
     module: nn.Module
-    ways_in: tuple[str, ...]
-    way_out: str
+    input_layers: tuple[str, ...]
+    output_layer: str
     fused: bool = False
 
 
 @dataclass(frozen=True)
 class ReplicatedModule:
-    """Modules that look like attention or an MLP, and stay whole on every rank."""
+    """A module that looks like attention or an MLP, but stays whole on every rank."""
 
     name: str
     why: str
@@ -138,15 +138,15 @@ def attention_in(
     """The attention modules whose layers have known names.
 
     Args:
-        model: a module.
-        fused: it is known in which order fused layers make queries, keys and values.
-        among: names of layers; attention that has none of them is passed over.
+        model: the model or a part of it.
+        fused: the order of queries, keys and values in fused layers is known.
+        among: names of layers; attention without any of them is skipped.
     """
     for name, module in model.named_modules():
         layers = _linears(module, ATTENTION)
         together = _linears(module, FUSED_ATTENTION) if layers is None else None
         if among is not None and all(
-            joined(name, layer) not in among for layer in layers or together or ()
+            dotted(name, layer) not in among for layer in layers or together or ()
         ):
             continue
         if layers is not None:
@@ -179,7 +179,7 @@ def mlps_in(model: nn.Module, *, fused: bool) -> Iterator[MLP | ReplicatedModule
 
 
 def _linears(module: nn.Module, table: Sequence[tuple[str, ...]]) -> tuple[str, ...] | None:
-    """The first row of names that are all linear layers of this module, and ordinary ones."""
+    """The first row of names that are all ordinary linear layers of this module."""
     children = dict(module.named_children())
     for row in table:
         if all(type(children.get(name)) is nn.Linear for name in row):
@@ -188,10 +188,10 @@ def _linears(module: nn.Module, table: Sequence[tuple[str, ...]]) -> tuple[str, 
 
 
 def _read_attention(
-    name: str, module: nn.Module, ways_in: tuple[str, ...], way_out: str
+    name: str, module: nn.Module, input_layers: tuple[str, ...], output_layer: str
 ) -> Attention | ReplicatedModule:
-    layers: list[Any] = [getattr(module, layer) for layer in ways_in]
-    features = getattr(module, way_out).in_features
+    layers: list[Any] = [getattr(module, layer) for layer in input_layers]
+    features = getattr(module, output_layer).in_features
     dim, heads = _head_dim(module, features), None
     if dim is not None and features % dim == 0:
         heads = features // dim
@@ -201,16 +201,18 @@ def _read_attention(
             f"tensor-parallel plan looks for attributes {', '.join(QUERY_HEADS)} or head_dim. "
             "Name one so, or pass tensor_parallel_plan= (see the documentation of tensor parallelism)."
         )
-    rest = layers[0].out_features - features if len(ways_in) == 1 else 2 * layers[1].out_features
+    rest = (
+        layers[0].out_features - features if len(input_layers) == 1 else 2 * layers[1].out_features
+    )
     norms = _head_norms(module, dim)
-    strange = _others(module, layers[0].in_features, norms)
+    strange = _head_parameter(module, layers[0].in_features, norms)
     if strange is not None:
         return ReplicatedModule(name, f"of {strange} it is not known whether heads share it")
-    return Attention(name, module, ways_in, way_out, heads, rest // (2 * dim), dim, norms)
+    return Attention(name, module, input_layers, output_layer, heads, rest // (2 * dim), dim, norms)
 
 
 def _head_dim(module: Any, features: int) -> int | None:
-    """From the module's attributes, or from its config."""
+    """The head dimension, from the module's attributes or its config."""
     for holder in (module, getattr(module, "config", None)):
         dim = getattr(holder, "head_dim", None)
         if type(dim) is int and dim > 0:
@@ -228,8 +230,8 @@ def _head_norms(module: nn.Module, dim: int) -> tuple[str, ...]:
     return tuple(name for name in found if sizes[name] and set(sizes[name]) == {dim})
 
 
-def _others(module: nn.Module, hidden: int, norms: tuple[str, ...]) -> str | None:
-    """A parameter here that may work within heads, where its gradient would have to be summed."""
+def _head_parameter(module: nn.Module, hidden: int, norms: tuple[str, ...]) -> str | None:
+    """The name of another parameter that may act within heads: its gradient would have to be summed."""
     for name, parameter in module.named_parameters():
         owner = module.get_submodule(name.rpartition(".")[0])
         linear = isinstance(owner, (nn.Linear, nn.Embedding))
@@ -239,8 +241,8 @@ def _others(module: nn.Module, hidden: int, norms: tuple[str, ...]) -> str | Non
     return None
 
 
-def joined(*names: str) -> str:
-    """Dotted, without the parts that are empty."""
+def dotted(*names: str) -> str:
+    """Join names by dots, without the empty ones."""
     return ".".join(filter(None, names))
 
 
@@ -250,25 +252,25 @@ class TensorParallelPlan:
 
     styles: dict[str, ParallelStyle] = field(default_factory=dict)
     attention: list[Attention] = field(default_factory=list)
-    """Whose heads are shared."""
-    whole: list[ReplicatedModule] = field(default_factory=list)
-    """What stays whole on every rank, though it looks as if it could be shared."""
+    """The attention modules whose heads are shared."""
+    replicated: list[ReplicatedModule] = field(default_factory=list)
+    """The modules that stay whole on every rank, though they look shareable."""
 
 
 def automatic_plan(model: nn.Module, size: int) -> TensorParallelPlan:
-    """The layers of a llama-like model that ``size`` ranks can share.
+    """The plan that shares the layers of a llama-like model over ``size`` ranks.
 
     Raises:
         ConfigError: heads that do not divide, a Hugging Face family that was never compared with one
-            process, or nothing that could be shared.
+            process, or nothing to share.
     """
-    fused = _refuse_unknown_families(model)
+    fused = _has_known_order(model)
     plan = TensorParallelPlan()
     for found in attention_in(model, fused=fused):
         if isinstance(found, ReplicatedModule):
-            plan.whole.append(found)
+            plan.replicated.append(found)
         else:
-            require_heads(found, size)
+            check_heads(found, size)
             plan.attention.append(found)
             plan.styles.update(attention_styles(found))
     for found in mlps_in(model, fused=fused):
@@ -280,7 +282,7 @@ def automatic_plan(model: nn.Module, size: int) -> TensorParallelPlan:
                 if isinstance(found, MLP)
                 else ""
             )
-            plan.whole.append(
+            plan.replicated.append(
                 ReplicatedModule(found.name, why) if isinstance(found, MLP) else found
             )
     if not plan.styles:
@@ -292,14 +294,16 @@ def automatic_plan(model: nn.Module, size: int) -> TensorParallelPlan:
         )
     for name, style, rows in _vocabulary(model):
         if rows % size:
-            plan.whole.append(ReplicatedModule(name, f"its {rows} tokens do not divide by {size}"))
+            plan.replicated.append(
+                ReplicatedModule(name, f"its {rows} tokens do not divide by {size}")
+            )
         else:
             plan.styles[name] = style
     return plan
 
 
-def require_heads(attention: Attention, size: int) -> None:
-    """Refuse heads that the ranks cannot share.
+def check_heads(attention: Attention, size: int) -> None:
+    """Check that the ranks can divide the heads.
 
     Raises:
         ConfigError: naming sizes that work.
@@ -313,8 +317,8 @@ def require_heads(attention: Attention, size: int) -> None:
         )
 
 
-def _refuse_unknown_families(model: nn.Module) -> bool:
-    """True if fused layers are in a known order: in the families of Hugging Face that were tried."""
+def _has_known_order(model: nn.Module) -> bool:
+    """True if the order in fused layers is known; raises for Hugging Face families that were not compared."""
     types = {str(getattr(root.config, "model_type", "")) for root in hf_models(model)}
     strange = sorted(types - set(KNOWN_TYPES))
     if strange:
@@ -327,34 +331,34 @@ def _refuse_unknown_families(model: nn.Module) -> bool:
 
 
 def attention_styles(found: Attention) -> Iterator[tuple[str, ParallelStyle]]:
-    """Of each of its layers, and of its norms."""
+    """The styles of an attention module's layers and norms, by name."""
     query, kv = found.query_heads * found.head_dim, found.kv_heads * found.head_dim
-    for layer in found.ways_in:
-        fused = len(found.ways_in) == 1
+    for layer in found.input_layers:
+        fused = len(found.input_layers) == 1
         yield (
-            joined(found.name, layer),
+            dotted(found.name, layer),
             FusedColwiseLinear((query, kv, kv)) if fused else ColwiseLinear(),
         )
     for norm in found.norms:
-        yield joined(found.name, norm), HeadNorm()
-    yield joined(found.name, found.way_out), RowwiseLinear()
+        yield dotted(found.name, norm), HeadNorm()
+    yield dotted(found.name, found.output_layer), RowwiseLinear()
 
 
 def mlp_styles(found: MLP) -> Iterator[tuple[str, ParallelStyle]]:
-    """Of each of its layers."""
-    for layer in found.ways_in:
+    """The styles of an MLP's layers, by name."""
+    for layer in found.input_layers:
         half = _features(found)
         style = FusedColwiseLinear((half, half)) if found.fused else ColwiseLinear()
-        yield joined(found.name, layer), style
-    yield joined(found.name, found.way_out), RowwiseLinear()
+        yield dotted(found.name, layer), style
+    yield dotted(found.name, found.output_layer), RowwiseLinear()
 
 
 def _features(found: MLP) -> int:
-    return getattr(found.module, found.way_out).in_features
+    return getattr(found.module, found.output_layer).in_features
 
 
 def _vocabulary(model: nn.Module) -> Iterator[tuple[str, ParallelStyle, int]]:
-    """The embedding of tokens and the layer that makes logits, with the size of the vocabulary."""
+    """The token embedding and the layer that makes logits, each with the size of the vocabulary."""
     names: Mapping[nn.Module, str] = {module: name for name, module in model.named_modules()}
     sizes: set[int] = set()
     for module, name in names.items():

@@ -1,7 +1,7 @@
-"""Ways in which tensor-parallel ranks share a module: styles for ``parallelize_module``.
+"""Styles for ``parallelize_module``: the ways in which tensor-parallel ranks share a module.
 
-Parameters become DTensors over the ``tp`` axis; what is computed runs on plain local tensors, so that any
-module between the sharded ones sees plain tensors too. PyTorch's own styles may be mixed with these.
+Parameters become DTensors over the ``tp`` axis; computation runs on plain local tensors, so that any module
+between the sharded ones sees plain tensors too. PyTorch's own styles may be mixed with these.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 class ColwiseLinear(ParallelStyle):
-    """A linear layer of which each rank computes its own outputs: weight and bias ``Shard(0)``."""
+    """A linear layer whose outputs are divided among the ranks: weight and bias ``Shard(0)``."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
@@ -50,7 +50,7 @@ class ColwiseLinear(ParallelStyle):
 
 
 class RowwiseLinear(ParallelStyle):
-    """A linear layer of which each rank has its own inputs: weight ``Shard(1)``, outputs are summed."""
+    """A linear layer whose inputs are divided among the ranks: weight ``Shard(1)``, outputs are summed."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
@@ -67,12 +67,12 @@ class RowwiseLinear(ParallelStyle):
 class FusedColwiseLinear(ParallelStyle):
     """A linear layer of several in one (queries, keys and values; gate and up): weight ``Shard(0)``.
 
-    A rank's rows of the weight are not those of its heads, as files and optimizers know nothing of parts.
-    So the outputs are gathered, and each rank takes its own share of every part: exact, with parameters
-    sharded, and at the price of one all-gather of the outputs, and in backward of their gradients.
+    A rank's rows of the weight are not those of its heads, since files and optimizers do not know the parts.
+    So the outputs are gathered, and each rank takes its share of every part. This is exact, with sharded
+    parameters; it costs one all-gather of the outputs, and one of their gradients in backward.
 
     Args:
-        parts: output features of each, in order; all divide by the ranks.
+        parts: output features of each part, in order; each divides by the number of ranks.
     """
 
     def __init__(self, parts: Sequence[int]) -> None:
@@ -95,10 +95,10 @@ class FusedColwiseLinear(ParallelStyle):
 
 
 class VocabularyEmbedding(ParallelStyle):
-    """An embedding of which each rank has its own tokens: weight ``Shard(0)``, outputs are summed.
+    """An embedding whose vocabulary is divided among the ranks: weight ``Shard(0)``, outputs are summed.
 
-    Called with a token that is not in the vocabulary, it raises ``IndexError`` on the CPU. Elsewhere such a
-    token becomes NaN, as nothing waits for the device to look.
+    A token outside of the vocabulary raises ``IndexError`` on the CPU. On other devices, where a check would
+    synchronise, its output becomes NaN.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -114,7 +114,9 @@ class VocabularyEmbedding(ParallelStyle):
         def forward(tokens: torch.Tensor) -> torch.Tensor:
             strange = _out_of_bounds(tokens, module.num_embeddings)
             known = (tokens >= first) & (tokens < first + rows)
-            with _instead(module, weight=_local(module, "weight"), padding_idx=local_padding):
+            with _replaced_attributes(
+                module, weight=_local(module, "weight"), padding_idx=local_padding
+            ):
                 out = own((tokens - first).where(known, 0))  # a subclass may scale it
             out = out.masked_fill(~known[..., None], 0)
             return reduce_from_tp_region(out.masked_fill(strange[..., None], float("nan")), group)
@@ -130,7 +132,7 @@ def _out_of_bounds(tokens: torch.Tensor, vocabulary: int) -> torch.Tensor:
 
 
 class VocabularyHead(ParallelStyle):
-    """The layer that makes logits, each rank those of its own tokens; see `ShardedLogits`."""
+    """The layer that makes logits, divided by vocabulary; see `ShardedLogits`."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
@@ -144,7 +146,9 @@ class VocabularyHead(ParallelStyle):
 
 
 class HeadNorm(ParallelStyle):
-    """A norm within heads, of which each rank has its own: all have its weight, and gradients are summed."""
+    """A norm within heads, which are divided among the ranks: the weight is replicated, its gradients are
+    summed.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         own: Forward = module.forward
@@ -153,7 +157,7 @@ class HeadNorm(ParallelStyle):
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             local = {name: _local(module, name, [Partial()]) for name in names}
-            with _instead(module, **local):
+            with _replaced_attributes(module, **local):
                 return own(x)
 
         return _with_forward(module, forward)
@@ -166,11 +170,11 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "vocabulary_head": VocabularyHead,
     "head_norm": HeadNorm,
 }
-"""What a plan may call them, as in a file of settings."""
+"""Names of styles in a plan, as in a settings file."""
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
-    """Have each rank keep its part of the parameters, of the values that the first rank of the group has."""
+    """Keep this rank's part of the parameters, with the values of the group's first rank."""
     for name, placement in placements.items():
         parameter = getattr(module, name, None)
         if parameter is None or isinstance(parameter.data, DTensor):
@@ -180,7 +184,7 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) ->
 
 
 def _local(module: nn.Module, name: str, gradients: Sequence[Placement] | None = None) -> Any:
-    """This rank's part of a parameter; its gradients are ``gradients``, or placed as the parameter is."""
+    """This rank's part of a parameter; its gradients have the placement ``gradients``, or the parameter's."""
     parameter = getattr(module, name)
     if isinstance(parameter, DTensor):
         return parameter.to_local(grad_placements=gradients)
@@ -193,8 +197,8 @@ def _with_forward(module: nn.Module, forward: Forward) -> nn.Module:
 
 
 @contextmanager
-def _instead(module: nn.Module, **values: Any) -> Iterator[None]:
-    """In the block, the module finds ``values`` under these names; parameters stay where they are."""
+def _replaced_attributes(module: nn.Module, **values: Any) -> Iterator[None]:
+    """Within the block, attributes of the module have these ``values``; parameters stay registered."""
     known = vars(module)
     before = {name: known[name] for name in values if name in known}
     known.update(values)

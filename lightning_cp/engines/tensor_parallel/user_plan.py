@@ -1,4 +1,4 @@
-"""A user's own plan: patterns of module names, with a style for each."""
+"""A user's plan: patterns of module names, with a style for each."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lightning_cp.engines.tensor_parallel.auto_plan import (
     TensorParallelPlan,
     attention_in,
     attention_styles,
+    check_heads,
+    dotted,
     heads_in,
-    joined,
     mlp_styles,
     mlps_in,
-    require_heads,
 )
 from lightning_cp.engines.tensor_parallel.styles import (
     STYLES,
@@ -33,7 +33,7 @@ from lightning_cp.engines.tensor_parallel.styles import (
 )
 from lightning_cp.errors import ConfigError
 
-# Checks of a user's plan, before PyTorch fails on shapes that do not say why.
+# Checks of a user's plan, made before PyTorch fails on shapes without naming the cause.
 
 
 _KINDS: tuple[tuple[tuple[type[ParallelStyle], ...], tuple[type[nn.Module], ...]], ...] = (
@@ -41,14 +41,14 @@ _KINDS: tuple[tuple[tuple[type[ParallelStyle], ...], tuple[type[nn.Module], ...]
     ((VocabularyEmbedding,), (nn.Embedding,)),
     ((ColwiseParallel, RowwiseParallel), (nn.Linear, nn.Embedding)),
 )
-"""Styles, and the modules that they share."""
+"""Styles, and the module types that each can share."""
 
 
-def require_style(pattern: str, style: object) -> None:
-    """Refuse what is no style; known before there is a model.
+def check_style(pattern: str, style: object) -> None:
+    """Check that ``style`` is a style; needs no model.
 
     Raises:
-        ConfigError: naming those that there are.
+        ConfigError: naming the known styles.
     """
     names = (*STYLES, "fused_colwise")
     if not isinstance(style, ParallelStyle) and not (isinstance(style, str) and style in names):
@@ -59,38 +59,40 @@ def require_style(pattern: str, style: object) -> None:
         )
 
 
-def require_kind(name: str, module: nn.Module, style: ParallelStyle) -> None:
-    """Refuse a style for a module that it cannot share.
+def check_module_type(name: str, module: nn.Module, style: ParallelStyle) -> None:
+    """Check that a style can share this type of module.
 
     Raises:
-        ConfigError: naming the module, its type, and what can be shared.
+        ConfigError: naming the module, its type, and the types that can be shared.
     """
     for styles, kinds in _KINDS:
         if isinstance(style, styles) and not isinstance(module, kinds):
             raise ConfigError(
-                f"tensor_parallel_plan: {name} is a {type(module).__name__}, but {named(style)} is for "
+                f"tensor_parallel_plan: {name} is a {type(module).__name__}, but {style_name(style)} is for "
                 f"{' and '.join(f'nn.{kind.__name__}' for kind in kinds)}. Linear layers and embeddings can "
                 "be shared, and norms within heads take head_norm; leave anything else out: it stays whole."
             )
 
 
-def require_fitting(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
-    """Refuse layers that hand on parts to others that take the whole, where their names are known.
+def check_neighbours(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
+    """Check that no layer passes a part of its features to a layer that takes all of them, where names are
+    known.
 
     Raises:
         ConfigError: naming the layers, and styles that fit.
     """
-    for name, ways_in, way_out in _chains(model, styles):
-        first = [styles.get(joined(name, layer)) for layer in ways_in]
-        last = styles.get(joined(name, way_out))
+    for name, input_layers, output_layer in _chains(model, styles):
+        first = [styles.get(dotted(name, layer)) for layer in input_layers]
+        last = styles.get(dotted(name, output_layer))
         parts = {*map(_hands_on_parts, first), _takes_parts(last)}
         if len(parts) > 1 or any(map(_takes_parts, first)) or _hands_on_parts(last):
-            got = zip((*ways_in, way_out), (*first, last), strict=True)
+            got = zip((*input_layers, output_layer), (*first, last), strict=True)
             raise ConfigError(
                 f"tensor_parallel_plan: the layers of {name or type(model).__name__} do not fit each other "
-                f"({', '.join(f'{layer}: {named(style)}' for layer, style in got)}). "
-                f"{', '.join(ways_in)} {'takes' if len(ways_in) == 1 else 'take'} colwise (fused_colwise if "
-                f"it makes several things in one) and {way_out} takes rowwise; or leave all of them out."
+                f"({', '.join(f'{layer}: {style_name(style)}' for layer, style in got)}). "
+                f"{', '.join(input_layers)} {'takes' if len(input_layers) == 1 else 'take'} colwise "
+                f"(fused_colwise if it makes several things in one) and "
+                f"{output_layer} takes rowwise; or leave all of them out."
             )
     for name in heads_in(model):
         style = styles.get(name)
@@ -98,24 +100,26 @@ def require_fitting(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> No
             _hands_on_parts(style) or _takes_parts(style)
         ):
             raise ConfigError(
-                f"tensor_parallel_plan: {name} makes logits, and with {named(style)} a rank would have or "
-                "take a part of them for the whole. Use vocabulary_head, or leave it out."
+                f"tensor_parallel_plan: {name} makes logits, and with {style_name(style)} a rank would have "
+                "or take a part of them for the whole. Use vocabulary_head, or leave it out."
             )
 
 
 def _chains(
     model: nn.Module, styles: Mapping[str, ParallelStyle]
 ) -> Iterator[tuple[str, tuple[str, ...], str]]:
-    """Names of modules, and of their layers before and behind what ranks have parts of."""
+    """Names of modules, and of their layers before and behind the divided features."""
     for found in attention_in(model, fused=True, among=styles):
         if isinstance(found, Attention):
-            yield found.name, found.ways_in, found.way_out
+            yield found.name, found.input_layers, found.output_layer
     for found in mlps_in(model, fused=True):
         if isinstance(found, MLP):
-            sizes = {layer: getattr(found.module, layer).out_features for layer in found.ways_in}
-            wide = getattr(found.module, found.way_out).in_features
-            ways_in = [layer for layer, size in sizes.items() if found.fused or size == wide]
-            yield found.name, tuple(ways_in), found.way_out
+            sizes = {
+                layer: getattr(found.module, layer).out_features for layer in found.input_layers
+            }
+            wide = getattr(found.module, found.output_layer).in_features
+            input_layers = [layer for layer, size in sizes.items() if found.fused or size == wide]
+            yield found.name, tuple(input_layers), found.output_layer
 
 
 def _hands_on_parts(style: ParallelStyle | None) -> bool:
@@ -131,27 +135,29 @@ def _takes_parts(style: ParallelStyle | None) -> bool:
 
 
 def _are_parts(layouts: Sequence[Any]) -> bool:
-    """Of the features; PyTorch's styles also share sequences, or gather."""
+    """True if the features are divided; PyTorch's styles also divide sequences, or gather."""
     return any(layout.is_shard(-1) or layout.is_shard(2) for layout in layouts)
 
 
-def named(style: ParallelStyle | None) -> str:
-    """As a plan would."""
+def style_name(style: ParallelStyle | None) -> str:
+    """The name of a style as a plan writes it."""
     names = {kind: name for name, kind in STYLES.items()} | {FusedColwiseLinear: "fused_colwise"}
     return "whole" if style is None else names.get(type(style), type(style).__name__)
 
 
-def watch_widths(model: nn.Module, styles: Mapping[str, ParallelStyle], size: int) -> None:
-    """Have layers say so if they are given a part for the whole, or the whole for a part."""
+def check_widths_in_forward(
+    model: nn.Module, styles: Mapping[str, ParallelStyle], size: int
+) -> None:
+    """Have layers raise if an input has the width of a part instead of the whole, or the reverse."""
     for name, style in styles.items():
         layer: Any = model.get_submodule(name)
         if isinstance(style, _KINDS[0][0]):
             share = size if isinstance(style, RowwiseLinear) else 1
-            what = (name, named(style), layer.in_features // share)
-            layer.register_forward_pre_hook(partial(_require_width, *what))
+            what = (name, style_name(style), layer.in_features // share)
+            layer.register_forward_pre_hook(partial(_check_width, *what))
 
 
-def _require_width(name: str, style: str, wanted: int, _: nn.Module, args: tuple[Any, ...]) -> None:
+def _check_width(name: str, style: str, wanted: int, _: nn.Module, args: tuple[Any, ...]) -> None:
     if args and args[0].shape[-1] != wanted:
         raise ConfigError(
             f"tensor_parallel_plan: {name} is {style} and takes {wanted} features, but was given "
@@ -160,18 +166,21 @@ def _require_width(name: str, style: str, wanted: int, _: nn.Module, args: tuple
         )
 
 
-def given_plan(model: nn.Module, patterns: Mapping[str, Any], size: int) -> TensorParallelPlan:
-    """The plan that ``patterns`` describe; heads of the attention modules that it shares are divided.
+def plan_from_patterns(
+    model: nn.Module, patterns: Mapping[str, Any], size: int
+) -> TensorParallelPlan:
+    """The plan of these ``patterns``; the heads of attention modules that it shares are divided.
 
     Args:
-        model: a module.
-        patterns: dotted names, or their last parts, with ``*`` for any part of one: ``layers.*.mlp.up_proj``;
-            to each a ``ParallelStyle`` or one of the names in ``STYLES``. Later ones win.
+        model: the model or a part of it.
+        patterns: dotted names, or their last parts, with ``*`` for any part of one:
+            ``layers.*.mlp.up_proj``; each with a ``ParallelStyle`` or one of the names in ``STYLES``. Later
+            ones win.
         size: tensor-parallel ranks.
 
     Raises:
-        ConfigError: a pattern that nothing has, what is no style or not one for this module, heads that do
-            not divide, or layers of which a rank would have parts that do not belong together.
+        ConfigError: a pattern without a match, an unknown style or one that does not fit its module,
+            heads that do not divide, or layers whose parts do not belong together.
     """
     names = [name for name, _ in model.named_modules() if name]
     asked: dict[str, tuple[str, Any]] = {}
@@ -183,25 +192,25 @@ def given_plan(model: nn.Module, patterns: Mapping[str, Any], size: int) -> Tens
                 f"tensor_parallel_plan: no module is named {pattern!r}."
                 + (f" Did you mean {near[0]!r}?" if near else "")
             )
-        require_style(pattern, style)
+        check_style(pattern, style)
         asked.update((name, (pattern, style)) for name in matching)
     plan, fused = TensorParallelPlan(), _fused_in(model, asked)
     plan.styles.update((name, _style(name, *asked[name], fused)) for name in asked)
     for name, style in plan.styles.items():
-        require_kind(name, model.get_submodule(name), style)
+        check_module_type(name, model.get_submodule(name), style)
         if isinstance(style, FusedColwiseLinear):
-            _require_parts(name, model.get_submodule(name), style, size)
+            _check_parts(name, model.get_submodule(name), style, size)
     for found in attention_in(model, fused=True, among=asked):
         if isinstance(found, Attention):
-            _require_all_layers(found, asked)
-            require_heads(found, size)
+            _check_all_layers(found, asked)
+            check_heads(found, size)
             plan.attention.append(found)
-    require_fitting(model, plan.styles)
+    check_neighbours(model, plan.styles)
     return plan
 
 
 def _fused_in(model: nn.Module, asked: Container[str]) -> dict[str, FusedColwiseLinear]:
-    """Of layers that make several things in one, in the usual order: the style that shares each of them."""
+    """The styles of fused layers in the usual order, by name."""
     styles: dict[str, ParallelStyle] = {}
     for found in attention_in(model, fused=True, among=asked):
         if isinstance(found, Attention):
@@ -212,10 +221,10 @@ def _fused_in(model: nn.Module, asked: Container[str]) -> dict[str, FusedColwise
     return {name: style for name, style in styles.items() if isinstance(style, FusedColwiseLinear)}
 
 
-def _require_all_layers(found: Attention, asked: Container[str]) -> None:
-    """Queries, keys and values of the same heads, and what works on these."""
-    layers = (*found.ways_in, *found.norms, found.way_out)
-    missing = [name for name in layers if joined(found.name, name) not in asked]
+def _check_all_layers(found: Attention, asked: Container[str]) -> None:
+    """Check that a plan shares queries, keys and values of the same heads, and the layers behind them."""
+    layers = (*found.input_layers, *found.norms, found.output_layer)
+    missing = [name for name in layers if dotted(found.name, name) not in asked]
     if missing:
         raise ConfigError(
             f"tensor_parallel_plan shares {found.name or type(found.module).__name__} in part: "
@@ -225,7 +234,7 @@ def _require_all_layers(found: Attention, asked: Container[str]) -> None:
         )
 
 
-def _require_parts(name: str, layer: Any, style: FusedColwiseLinear, size: int) -> None:
+def _check_parts(name: str, layer: Any, style: FusedColwiseLinear, size: int) -> None:
     if sum(style.parts) != layer.out_features or any(part % size for part in style.parts):
         raise ConfigError(
             f"tensor_parallel_plan: parts of {', '.join(map(str, style.parts))} features do not fit {name}, "
@@ -235,7 +244,7 @@ def _require_parts(name: str, layer: Any, style: FusedColwiseLinear, size: int) 
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Part by part, from the end."""
+    """True if a name matches a pattern, compared part by part from the end."""
     parts, wanted = name.split("."), pattern.split(".")
     if len(wanted) > len(parts):
         return False

@@ -25,7 +25,6 @@ from lightning_cp.models.handle import ATTENTION, SwapHandle
 from lightning_cp.models.sdpa import is_sdpa
 from lightning_cp.utils.module_hooks import add_hook
 from lightning_cp.utils.patching import (
-    LINK,
     ChainedPatch,
     Function,
     ReplacedFunction,
@@ -107,7 +106,6 @@ def _refusing_function(name: str, link: ChainedPatch, held: weakref.ref[SwapHand
         check(kwargs)
         return link.original(*args, **kwargs)
 
-    setattr(function, LINK, link)
     return function
 
 
@@ -120,7 +118,7 @@ def _how(name: str) -> str:
     return " with need_weights=True, its default" if name == ".".join(_WEIGHTS) else ""
 
 
-def check_sdpa_references(model: nn.Module, alone: Collection[nn.Module]) -> None:
+def check_sdpa_references(model: nn.Module, local: Collection[nn.Module]) -> None:
     """Check that no module holds a reference to ``scaled_dot_product_attention`` that a swap cannot replace.
 
     The swap replaces globals of modules, in any import style, but not copies of them. Searched for copies:
@@ -129,12 +127,12 @@ def check_sdpa_references(model: nn.Module, alone: Collection[nn.Module]) -> Non
 
     Args:
         model: everything that a step calls.
-        alone: modules whose attention is not swapped.
+        local: modules whose attention is not swapped.
 
     Raises:
         ConfigError: naming the place.
     """
-    modules = {module: name for name, module in model.named_modules() if module not in alone}
+    modules = {module: name for name, module in model.named_modules() if module not in local}
     kinds = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
     own = [kind for kind in kinds if kind.__module__.split(".")[0] not in _LIBRARY_ROOTS]
     files = dict.fromkeys(kind.__module__ for kind in own)

@@ -23,17 +23,17 @@ _DROPOUTS = (
 NEFTUNE = "neftune_noise_alpha"
 
 
-def check_training_noise(model: nn.Module, alone: Collection[nn.Module] = ()) -> None:
+def check_training_noise(model: nn.Module, local: Collection[nn.Module] = ()) -> None:
     """Check that a model trains without attention dropout and without NEFTune's noise.
 
     Args:
         model: everything that a step calls.
-        alone: modules whose attention each rank computes by itself.
+        local: modules whose attention each rank computes by itself.
 
     Raises:
         ConfigError: naming the setting, and what to do.
     """
-    for where, rate in _attention_dropouts(model, alone):
+    for where, rate in _attention_dropouts(model, local):
         raise ConfigError(
             f"attention dropout must be 0.0 under context parallelism, and {where} is {rate}: the ranks "
             "cannot draw the mask that one process would. Set it to 0.0 where the model is made (dropout "
@@ -50,10 +50,10 @@ def check_training_noise(model: nn.Module, alone: Collection[nn.Module] = ()) ->
 
 
 def _attention_dropouts(
-    model: nn.Module, alone: Collection[nn.Module]
+    model: nn.Module, local: Collection[nn.Module]
 ) -> Iterator[tuple[str, float]]:
     for root in hf_models(model):
-        inside = [part for part in attention_modules(root) if part not in alone]
+        inside = [part for part in attention_modules(root) if part not in local]
         rates = {rate for part in inside for rate in _dropout_rates(part)}
         for config in (root.config, root.config.get_text_config()):
             for name in _DROPOUTS:
@@ -63,7 +63,7 @@ def _attention_dropouts(
                 ):  # the modules' rates may have changed since
                     yield f"{name} in the config of {type(root).__name__}", rate
     for name, module in model.named_modules():
-        if isinstance(module, nn.MultiheadAttention) and module not in alone and module.dropout:
+        if isinstance(module, nn.MultiheadAttention) and module not in local and module.dropout:
             yield f"the dropout of {name or 'the model'} (MultiheadAttention)", module.dropout
 
 

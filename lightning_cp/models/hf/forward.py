@@ -35,14 +35,15 @@ from lightning_cp.models.hf.positions import (
     position_counter,
     positions_for,
 )
-from lightning_cp.utils.module_hooks import add_hook, replace_method
+from lightning_cp.utils.module_hooks import add_hook
+from lightning_cp.utils.patching import PatchSet
 from lightning_cp.utils.tracing import exclude_from_compile
 
 _HEADS = re.compile(r"For(SequenceClassification|MultipleChoice|NextSentencePrediction)$")
 _POOLED = "pooler_output"
 
 
-def check_head(model: Any, given: Mapping[str, Any]) -> None:
+def check_head(model: Any, call: Mapping[str, Any]) -> None:
     """Check, before a call, that the model has no value per sequence and no loss by a softmax over tokens.
 
     Raises:
@@ -56,7 +57,7 @@ def check_head(model: Any, given: Mapping[str, Any]) -> None:
             "works: a value for each token (ForTokenClassification, ForCausalLM, ForMaskedLM, or the model "
             "without its head), with a label for each, -100 where there is none."
         )
-    if given.get("start_positions") is not None or given.get("end_positions") is not None:
+    if call.get("start_positions") is not None or call.get("end_positions") is not None:
         raise ConfigError(
             f"{name} is called with start_positions or end_positions: its loss is a softmax over tokens, of "
             "which a rank has a part. Call it without, in predict_step; train without context parallelism."
@@ -131,14 +132,14 @@ class CallCheck:
         for model in models:
             complete = exclude_from_compile(self._complete)
             handle.on_undo(add_hook(model.register_forward_pre_hook, complete, with_kwargs=True))
-            handle.on_undo(_replace(model, "forward", self._in_place_of_forward))
+            _replace(handle.patches, model, "forward", self._wrap_forward)
             if hasattr(model, "generate"):
-                handle.on_undo(_replace(model, "generate", self._in_place_of_generate))
+                _replace(handle.patches, model, "generate", self._wrap_generate)
         handle.on_activate(lambda: self._forget)
         for watch in self._watches.values():
             watch.attach()
 
-    def _in_place_of_forward(
+    def _wrap_forward(
         self, model: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the hooks' work if the forward was called past them, and check the output."""
@@ -179,7 +180,7 @@ class CallCheck:
     def _left(self) -> None:
         self._depth = max(0, self._depth - 1)
 
-    def _in_place_of_generate(self, model: Any, own: Any, args: Any, kwargs: Any) -> Any:
+    def _wrap_generate(self, model: Any, own: Any, args: Any, kwargs: Any) -> Any:
         if self._handle.active:
             raise ConfigError(_GENERATE.format(type(model).__name__))
         return own(*args, **kwargs)
@@ -196,39 +197,39 @@ class CallCheck:
             return None
         if model not in self._models:
             raise ConfigError(_COPY.format(type(model).__name__))
-        args, given = arguments_by_name(model, args, kwargs)
-        check = partial(self._check_and_fill, model, given, state)
+        args, call = arguments_by_name(model, args, kwargs)
+        check = partial(self._check_and_fill, model, call, state)
         what, follow = f"call of {type(model).__name__}", model in self._outer
         self._handle.checks.run(what, check, more_follow=follow)
         self._announced.add(model)
         if model in self._watches:
-            self._watches[model].expect(given)
-        return args, given
+            self._watches[model].begin_call(call)
+        return args, call
 
-    def _check_and_fill(self, model: Any, given: dict[str, Any], state: StepState) -> None:
-        _check_no_cache_or_weights(model, given)
-        check_head(model, given)
+    def _check_and_fill(self, model: Any, call: dict[str, Any], state: StepState) -> None:
+        _check_no_cache_or_weights(model, call)
+        check_head(model, call)
         if self._counts_alone:
-            check_takes_positions(model, given)
-        check_call(state, model, given, self._before)
+            check_takes_positions(model, call)
+        check_call(state, model, call, self._before)
         check_positions(state, self._own_positions)
         names = parameters_of(model)
         if "use_cache" in names:
-            given["use_cache"] = False
-        if given.get("position_ids") is None and "position_ids" in names:
-            given["position_ids"] = positions_for(state, given)
-        if given.get("labels") is not None:
-            complete_labels(model, given, state)
-        elif label_alignment(model) == "shift" and _trains(model, given):
+            call["use_cache"] = False
+        if call.get("position_ids") is None and "position_ids" in names:
+            call["position_ids"] = positions_for(state, call)
+        if call.get("labels") is not None:
+            complete_labels(model, call, state)
+        elif label_alignment(model) == "shift" and _trains(model, call):
             check_loss_inside(state)
 
 
-def _trains(model: Any, given: dict[str, Any]) -> bool:
+def _trains(model: Any, call: dict[str, Any]) -> bool:
     """True if a loss of this call's outputs may train something."""
-    return torch.is_grad_enabled() and is_trained(model, given)
+    return torch.is_grad_enabled() and is_trained(model, call)
 
 
-def _replace(model: Any, name: str, instead: Callable[..., Any]) -> Callable[[], None]:
+def _replace(patches: PatchSet, model: Any, name: str, instead: Callable[..., Any]) -> None:
     """Replace a method by ``instead(model, own method, args, kwargs)`` until the swap is undone.
 
     The replacement stays between steps, or code would be compiled again for each step. It is needed beside
@@ -241,16 +242,16 @@ def _replace(model: Any, name: str, instead: Callable[..., Any]) -> Callable[[],
     def method(*args: Any, **kwargs: Any) -> Any:
         return instead(model, own, args, kwargs)
 
-    return replace_method(model, name, method)
+    patches.put_method(model, name, method)
 
 
-def _check_no_cache_or_weights(model: Any, given: dict[str, Any]) -> None:
-    if any(given.get(name) is not None for name in ("past_key_values", "cache")):  # since 5.24
+def _check_no_cache_or_weights(model: Any, call: dict[str, Any]) -> None:
+    if any(call.get(name) is not None for name in ("past_key_values", "cache")):  # since 5.24
         raise ConfigError(
             "a key/value cache cannot be used under context parallelism. Pass none in a step, and generate "
             "outside of one, where the model is the plain model."
         )
-    asked = given.get("output_attentions")
+    asked = call.get("output_attentions")
     if getattr(model.config, "output_attentions", False) if asked is None else asked:
         raise ConfigError(
             f"{type(model).__name__} is called with output_attentions=True, but no rank has the attention "

@@ -22,7 +22,8 @@ from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.hf.positions import parameters_of, takes_extra
 from lightning_cp.utils.autograd_notes import Count, note_mean
 from lightning_cp.utils.labels import IGNORED_LABEL
-from lightning_cp.utils.module_hooks import add_hook, replace_method
+from lightning_cp.utils.module_hooks import add_hook
+from lightning_cp.utils.patching import PatchSet
 from lightning_cp.utils.tracing import exclude_from_compile
 
 
@@ -43,7 +44,7 @@ def label_alignment(model: Any) -> str | None:
     return kinds.get(getattr(loss, "__name__", ""))
 
 
-def complete_labels(model: Any, given: dict[str, Any], state: StepState) -> None:
+def complete_labels(model: Any, call: dict[str, Any], state: StepState) -> None:
     """Add shifted labels and the count of targets, so that the model's own loss is a mean over targets.
 
     Raises:
@@ -56,8 +57,8 @@ def complete_labels(model: Any, given: dict[str, Any], state: StepState) -> None
             f"{name}.forward takes no extra arguments, so its loss cannot be told which targets its tokens "
             "have. Call it without labels, and compute the loss in the step from batch['shift_labels']."
         )
-    _check_alignment(name, kind, given, state)
-    targets = _shifted(given, state) if kind == "shift" else given["labels"]
+    _check_alignment(name, kind, call, state)
+    targets = _shifted(call, state) if kind == "shift" else call["labels"]
     known = state.aligned_labels
     # A count declared in the step is compared with the loss's count before the optimizer's step.
     changed = known is not None and state.counted is None and not is_same_labels(targets, known)
@@ -65,20 +66,20 @@ def complete_labels(model: Any, given: dict[str, Any], state: StepState) -> None
         raise ConfigError(_CHANGED)
     # A mean over no targets is 0/0; a sum divided by 1 is 0, as it must be.
     items = divisor(state.targets)
-    asked = given.get("num_items_in_batch")
+    asked = call.get("num_items_in_batch")
     if asked is not None and float(asked) != items:
         raise ConfigError(
             f"{name} is called with num_items_in_batch={float(asked):g}, but this rank has {items} targets: "
             "its loss would be no mean over them, and the mean is what ranks weight. Leave "
             "num_items_in_batch away: the count is filled in."
         )
-    given["num_items_in_batch"] = items if asked is None else asked
-    state.labels_taken |= is_trained(model, given) or not state.trains
+    call["num_items_in_batch"] = items if asked is None else asked
+    state.labels_taken |= is_trained(model, call) or not state.trains
 
 
-def is_trained(model: Any, given: dict[str, Any]) -> bool:
+def is_trained(model: Any, call: dict[str, Any]) -> bool:
     """True if a loss of this call may train something, now or in a recomputation."""
-    inputs = (x for x in given.values() if isinstance(x, torch.Tensor))
+    inputs = (x for x in call.values() if isinstance(x, torch.Tensor))
     return any(x.requires_grad for x in chain(model.parameters(), inputs))
 
 
@@ -108,8 +109,8 @@ _OUTSIDE = (
 )
 
 
-def _check_alignment(name: str, kind: str | None, given: dict[str, Any], state: StepState) -> None:
-    if state.labels_read == "aligned" and kind == "shift" and given.get("shift_labels") is None:
+def _check_alignment(name: str, kind: str | None, call: dict[str, Any], state: StepState) -> None:
+    if state.labels_read == "aligned" and kind == "shift" and call.get("shift_labels") is None:
         raise ConfigError(
             f"labels='aligned' is declared, but {name} shifts its labels by itself: they would be shifted "
             "twice. Call it without labels and compute the loss in the step, or leave the dataset's labels "
@@ -132,14 +133,14 @@ _CHANGED = (
 )
 
 
-def _shifted(given: dict[str, Any], state: StepState) -> torch.Tensor:
+def _shifted(call: dict[str, Any], state: StepState) -> torch.Tensor:
     """Return the targets of a model that shifts: the step's own, or the batch's if labels are unchanged."""
-    own, ours = given.get("shift_labels"), state.aligned_labels
+    own, ours = call.get("shift_labels"), state.aligned_labels
     if own is not None and not is_same_labels(own, ours):
         return own
-    if ours is None or not is_same_labels(given["labels"], state.labels):
+    if ours is None or not is_same_labels(call["labels"], state.labels):
         raise ConfigError(_CHANGED)
-    given["shift_labels"] = ours
+    call["shift_labels"] = ours
     return ours
 
 
@@ -159,8 +160,8 @@ class LossWatch:
     def __init__(self, handle: SwapHandle, model: Any) -> None:
         self._handle = handle
         self._model = model
-        self._given: dict[str, Any] | None = None
-        self._made: torch.Tensor | None = None
+        self._call: dict[str, Any] | None = None
+        self._computed_loss: torch.Tensor | None = None
 
     def attach(self) -> None:
         """Watch in every step, until the swap is undone."""
@@ -168,10 +169,10 @@ class LossWatch:
         leave = exclude_from_compile(self._leave)
         self._handle.on_undo(add_hook(self._model.register_forward_hook, leave))
 
-    def expect(self, given: dict[str, Any]) -> None:
+    def begin_call(self, call: dict[str, Any]) -> None:
         """Record the arguments of the model's next call."""
-        self._given = given if given.get("labels") is not None else None
-        self._made = None
+        self._call = call if call.get("labels") is not None else None
+        self._computed_loss = None
 
     def _replace(self) -> Callable[[], None]:
         """Wrap the model's loss function for one step; return the undo function."""
@@ -186,34 +187,34 @@ class LossWatch:
             note(loss, kwargs)
             return loss
 
-        restore = replace_method(model, key, loss_function, plain=own)
+        patches = PatchSet()
+        patches.put_method(model, key, loss_function, plain=own)
+        patches.add(self._forget)
+        return patches.undo
 
-        def put_back() -> None:
-            self._given = self._made = None
-            restore()
-
-        return put_back
+    def _forget(self) -> None:
+        self._call = self._computed_loss = None
 
     def _note(self, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:
         if self._is_ours(kwargs):
-            self._made = loss.detach().clone()
+            self._computed_loss = loss.detach().clone()
             note_mean(loss, self._count())
 
     def _count(self) -> Count:
         """Return the number of targets: that of the batch, unless the step has declared one."""
-        state, given = self._handle.state, self._given
+        state, call = self._handle.state, self._call
         assert state is not None
-        assert given is not None
+        assert call is not None
         if state.counted is None:  # labels were compared with the batch's when the model was called
             return state.valid_local
         shifts = label_alignment(self._model) == "shift"
-        return targets_of(given["shift_labels" if shifts else "labels"])
+        return targets_of(call["shift_labels" if shifts else "labels"])
 
     def _is_ours(self, kwargs: dict[str, Any]) -> bool:
-        if self._given is None:
+        if self._call is None:
             return False
         names = ("shift_labels", "num_items_in_batch")
-        passed = [kwargs.get(name) is self._given.get(name) for name in names]
+        passed = [kwargs.get(name) is self._call.get(name) for name in names]
         return all(passed) or label_alignment(self._model) != "shift"
 
     def _leave(self, model: Any, args: Any, output: Any) -> None:
@@ -221,15 +222,15 @@ class LossWatch:
             self.check(output)
 
     def check(self, output: Any) -> None:
-        """Check the output of the call that ``expect`` announced.
+        """Check the output of the call that ``begin_call`` announced.
 
         Raises:
             ConfigError: its loss is not the result of the loss function.
         """
         model = self._model
-        given, self._given = self._given, None
-        made, self._made = self._made, None
-        if given is None or not self._handle.active:
+        call, self._call = self._call, None
+        made, self._computed_loss = self._computed_loss, None
+        if call is None or not self._handle.active:
             return
         if made is not None:
             check = functools.partial(

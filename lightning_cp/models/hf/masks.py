@@ -104,12 +104,14 @@ class Visibility:
     window: tuple[int, int] = (-1, -1)
 
     def __and__(self, other: Visibility) -> Visibility:
-        left, right = (
-            min((side for side in sides if side >= 0), default=-1)
-            for sides in zip(self.window, other.window, strict=True)
-        )
+        left, right = map(_narrower, self.window, other.window)
         causal = self.causal or other.causal
         return Visibility(causal, (left, -1 if causal else right))
+
+
+def _narrower(side: int, other: int) -> int:
+    """Return the narrower of two sides of a window; -1 is unbounded."""
+    return min(side, other) if min(side, other) >= 0 else max(side, other, -1)
 
 
 def read_mask(function: Callable[..., Any], seq_len: int) -> Visibility:
@@ -243,7 +245,7 @@ def mask_function(handle: SwapHandle, before: str, *, dims: int = 4) -> Any:
                 state,
                 model,
                 causal=visible.causal,
-                given=attention_mask is not None,
+                has_mask=attention_mask is not None,
                 folded="packed_sequence_mask_function" in _factory_names(mask_function),
                 before=before,
             )

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from lightning_cp import error_display as console
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
-from lightning_cp.utils.module_hooks import replace_method
+from lightning_cp.utils.patching import PatchSet
 
 Attend = Callable[..., tuple[torch.Tensor, None]]
 """Result of ``attention_function``: of q, k, v [B, H, L, D], out [B, L, H, D]."""
@@ -79,13 +79,10 @@ def _modules(model: Any) -> Iterator[Any]:
 
 
 def _patch_forwards(patched: Mapping[Any, Callable[..., Any]]) -> Callable[[], None]:
-    undo = [replace_method(module, "forward", ours) for module, ours in patched.items()]
-
-    def put_back() -> None:
-        for each in undo:
-            each()
-
-    return put_back
+    patches = PatchSet()
+    for module, ours in patched.items():
+        patches.put_method(module, "forward", ours)
+    return patches.undo
 
 
 def _ask_for_mask(part: Any) -> Callable[[], None]:
@@ -97,7 +94,9 @@ def _ask_for_mask(part: Any) -> Callable[[], None]:
     def ask(mask: Any, embeddings: torch.Tensor, cache_position: torch.Tensor, *rest: Any) -> Any:
         return create(part.config, embeddings, mask, cache_position, None)
 
-    return replace_method(part, _OWN_MASK, ask)
+    patches = PatchSet()
+    patches.put_method(part, _OWN_MASK, ask)
+    return patches.undo
 
 
 def _bloom(

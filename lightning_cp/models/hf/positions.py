@@ -50,7 +50,8 @@ def _of_class(kind: type[Any]) -> Parameters:
 
 def takes_extra(model: Any) -> bool:
     """True if ``model.forward`` takes ``**kwargs``."""
-    return any(p.kind is p.VAR_KEYWORD for p in parameters_of(model).values())
+    kinds = [parameter.kind for parameter in parameters_of(model).values()]
+    return inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def position_counter(model: Any) -> str:
@@ -110,13 +111,13 @@ def accept_default_positions(roots: list[Any]) -> bool:
     return True
 
 
-def check_takes_positions(model: Any, given: dict[str, Any]) -> None:
+def check_takes_positions(model: Any, call: dict[str, Any]) -> None:
     """Refuse a call with tokens, of a model that numbers them from 0 on every rank.
 
     Raises:
         ConfigError: naming the model.
     """
-    if given.get("input_ids") is None and given.get("inputs_embeds") is None:
+    if call.get("input_ids") is None and call.get("inputs_embeds") is None:
         return  # a tower for images or audio: its attention raises
     raise ConfigError(
         f"{type(model).__name__} takes no position_ids, and neither does any model inside: every rank would "
@@ -126,7 +127,7 @@ def check_takes_positions(model: Any, given: dict[str, Any]) -> None:
     )
 
 
-def positions_for(state: StepState, given: dict[str, Any]) -> torch.Tensor:
+def positions_for(state: StepState, call: dict[str, Any]) -> torch.Tensor:
     """Return the global positions of the tokens of a call, which has the rows of the batch.
 
     The number of rows may differ if all count 0, 1, 2, ...: a step may join the batch with derived rows.
@@ -134,7 +135,7 @@ def positions_for(state: StepState, given: dict[str, Any]) -> torch.Tensor:
     Raises:
         ShapeError: another number of rows than the batch's, whose positions differ.
     """
-    ours, rows = state.position_ids, num_rows(given)
+    ours, rows = state.position_ids, num_rows(call)
     if ours.dim() != 2 or ours.shape[0] in (1, rows):
         return ours
     if state.positions.from_zero:
@@ -145,20 +146,20 @@ def positions_for(state: StepState, given: dict[str, Any]) -> torch.Tensor:
     )
 
 
-def check_same_positions(state: StepState, given: torch.Tensor | None) -> None:
+def check_same_positions(state: StepState, positions: torch.Tensor | None) -> None:
     """Check that positions passed to a model are the batch's, in any shape.
 
     Raises:
         ConfigError: they are not, as where a rank counts its tokens from 0.
     """
     ours = state.position_ids
-    if given is None or given is ours or given.shape[-1] != ours.shape[-1]:
+    if positions is None or positions is ours or positions.shape[-1] != ours.shape[-1]:
         return
     if state.positions.from_zero:
         ours = ours.flatten(0, -2)[0]  # the same in all rows
-    elif not _fit(given, ours):
+    elif not _fit(positions, ours):
         return  # an inner model's, in another form
-    if bool((given != ours.to(given.device)).any()):
+    if bool((positions != ours.to(positions.device)).any()):
         raise ConfigError(
             "the position_ids that the model was given are not the batch's: a rank's tokens do not follow "
             "each other, and packed documents are read from the batch before it is sharded. Use "
@@ -166,46 +167,46 @@ def check_same_positions(state: StepState, given: torch.Tensor | None) -> None:
         )
 
 
-def _fit(given: torch.Tensor, ours: torch.Tensor) -> bool:
-    sizes = zip(reversed(given.shape), reversed(ours.shape), strict=False)
+def _fit(positions: torch.Tensor, ours: torch.Tensor) -> bool:
+    sizes = zip(reversed(positions.shape), reversed(ours.shape), strict=False)
     return all(a == b or 1 in (a, b) for a, b in sizes)
 
 
-def num_rows(given: dict[str, Any]) -> int:
+def num_rows(call: dict[str, Any]) -> int:
     """Return the number of rows of a call; 1 if it has no tokens."""
-    found = [given.get("input_ids"), given.get("inputs_embeds")]
+    found = [call.get("input_ids"), call.get("inputs_embeds")]
     return next((x.shape[0] for x in found if x is not None), 1)
 
 
-def check_call(state: StepState, model: Any, given: dict[str, Any], before: str) -> None:
+def check_call(state: StepState, model: Any, call: dict[str, Any], before: str) -> None:
     """Check the positions of a model's call, and record if one process would make a cache.
 
     Args:
         state: of the active step.
         model: the model that is called.
-        given: its arguments by name, as the step passed them.
+        call: its arguments by name, as the step passed them.
         before: the attention implementation that one process uses.
 
     Raises:
         ConfigError: positions that are not the batch's, or documents that one process would not isolate.
     """
-    check_same_positions(state, given.get("position_ids"))
-    _check_flash_boundaries(state.layout, given.get("cu_seq_lens_q"))
+    check_same_positions(state, call.get("position_ids"))
+    _check_flash_boundaries(state.layout, call.get("cu_seq_lens_q"))
     if not state.positions.restart:
         return
-    if "flash" in before and num_rows(given) > 1:
+    if "flash" in before and num_rows(call) > 1:
         raise ConfigError(
-            f"position_ids restart in a batch of {num_rows(given)} rows: in one process flash-attention "
+            f"position_ids restart in a batch of {num_rows(call)} rows: in one process flash-attention "
             "reads packed documents only from batches of one row. Use a batch size of 1, or 'sdpa' with "
             "use_cache=False."
         )
-    if "flash" not in before and _makes_cache(model, given):
+    if "flash" not in before and _makes_cache(model, call):
         # Recorded for the models inside, which are called with use_cache=False.
         state.cached_by = type(model).__name__
 
 
 def check_mask(
-    state: StepState, model: str, *, causal: bool, given: bool, folded: bool, before: str
+    state: StepState, model: str, *, causal: bool, has_mask: bool, folded: bool, before: str
 ) -> None:
     """Check, when a model makes its mask, that one process would isolate the same documents.
 
@@ -213,7 +214,7 @@ def check_mask(
         state: of the active step.
         model: its type, for messages.
         causal: the mask is causal.
-        given: the model got an ``attention_mask``.
+        has_mask: the model got an ``attention_mask``.
         folded: transformers saw the (local) positions restart, and put that into the mask.
         before: the attention implementation that one process uses.
 
@@ -234,7 +235,7 @@ def check_mask(
             "False, so that documents are isolated in one process as they are here; or take position_ids "
             "out of the batch."
         )
-    elif given:
+    elif has_mask:
         raise ConfigError(
             "position_ids restart (packed documents), but the model is given an attention_mask as well: in "
             "one process transformers then takes a row for one document. Call the model without "
@@ -271,20 +272,20 @@ def _jumps(position_ids: torch.Tensor) -> bool:
     return text is not None and bool((text.diff(dim=-1) != 1).any())
 
 
-def _makes_cache(model: Any, given: dict[str, Any]) -> bool:
+def _makes_cache(model: Any, call: dict[str, Any]) -> bool:
     """True if one process would make a cache, which hides packing from transformers' masks."""
-    asked = given.get("use_cache")
+    asked = call.get("use_cache")
     if asked is None:
         asked = getattr(model.config.get_text_config(), "use_cache", False)
     recomputing = any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
     return bool(asked) and not (model.training and recomputing)
 
 
-def _check_flash_boundaries(layout: SequenceLayout, given: torch.Tensor | None) -> None:
-    if given is None:
+def _check_flash_boundaries(layout: SequenceLayout, boundaries: torch.Tensor | None) -> None:
+    if boundaries is None:
         return
     documents = layout.documents or Documents.single(layout.seq_len)
-    said = [[a, b] for a, b in pairwise(given.flatten().tolist()) if b > a]
+    said = [[a, b] for a, b in pairwise(boundaries.flatten().tolist()) if b > a]
     if documents.shared and documents.rows[0].tolist() == said:
         return
     raise ConfigError(

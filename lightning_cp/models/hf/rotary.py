@@ -69,11 +69,11 @@ def _patch_rope(part: nn.Module, handle: SwapHandle) -> None:
     def lengthen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if handle.state is None:
             return None
-        given = signature.bind(*args, **kwargs).arguments
-        positions = given["position_ids"]
+        call = signature.bind(*args, **kwargs).arguments
+        positions = call["position_ids"]
         longest = positions.new_full((*positions.shape[:-1], 1), handle.state.positions.longest)
-        extra = given.pop("kwargs", {})
-        return (), {**given, "position_ids": torch.cat([positions, longest], dim=-1), **extra}
+        extra = call.pop("kwargs", {})
+        return (), {**call, "position_ids": torch.cat([positions, longest], dim=-1), **extra}
 
     @exclude_from_compile
     def shorten(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:

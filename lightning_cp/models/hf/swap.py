@@ -27,6 +27,7 @@ from lightning_cp.models.hf.labels import label_alignment as label_alignment
 from lightning_cp.models.hf.masks import EXPRESSIBLE, MaskNote, mask_function
 from lightning_cp.models.hf.own_attention import has_own_attention, swap_own_attention
 from lightning_cp.models.hf.rotary import check_rotary_takes_positions, patch_length_dependent_rope
+from lightning_cp.utils.patching import PatchSet
 from lightning_cp.utils.tracing import exclude_from_compile
 
 SPEC_ARGUMENTS = {"sliding_window", "softcap", "s_aux", "alibi_slopes"}
@@ -92,7 +93,7 @@ def attention_function(handle: SwapHandle, before: str) -> Any:
             sinks=kwargs.get("s_aux"),
             dropout_p=dropout,
         )
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        q, k, v = [x.transpose(1, 2) for x in (query, key, value)]
         # Models take views of it, as of the results of transformers' own functions.
         return handle.attention(q, k, v, spec).contiguous(), None
 
@@ -200,9 +201,7 @@ def swap_hf(model: Any, handle: SwapHandle) -> SwapMethod:
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask_function(here, before, dims=2 if own else 4))
     for interface in (AttentionInterface, AttentionMaskInterface):
-        forget = weakref.finalize(handle, interface._global_mapping.pop, name, None)
-        forget.atexit = False
-        handle.on_undo(forget)
+        handle.on_undo_or_deletion(interface._global_mapping.pop, name, None)
     configs = _all_configs(model) if own else _configs_that_change(model, name)
     handle.on_activate(lambda: _select_implementation(configs, name))
     if own:
@@ -264,15 +263,11 @@ def _all_configs(model: Any) -> list[Any]:
 
 def _select_implementation(configs: list[Any], name: str) -> Callable[[], None]:
     """Set the implementation in ``configs``; return the function that restores the previous one."""
-    before = [config._attn_implementation for config in configs]
-    for config, own in zip(configs, before, strict=True):
-        config._attn_implementation_internal = _implementation_name(name, own)
-
-    def put_back() -> None:
-        for config, own in zip(configs, before, strict=True):
-            config._attn_implementation_internal = own
-
-    return put_back
+    patches = PatchSet()
+    for config in configs:
+        ours = _implementation_name(name, config._attn_implementation)
+        patches.put_value(config, "_attn_implementation_internal", ours)
+    return patches.undo
 
 
 def _implementation_name(name: str, before: str) -> str:

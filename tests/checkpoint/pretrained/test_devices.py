@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_cp.checkpoint.pretrained.load import _device, _reach
+from lightning_cp.checkpoint.pretrained.load import _device, _exchange_device
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -29,17 +29,17 @@ def current(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_a_plain_model_says_where_it_is(device: torch.device) -> None:
     found = _device(on(device), None, None)
-    assert (found, _reach(on(device), found)) == (device, device)
+    assert (found, _exchange_device(on(device), found)) == (device, device)
 
 
 def test_a_model_without_memory_goes_where_it_is_told() -> None:
     model = nn.Linear(2, 2, device="meta")
     assert _device(model, None, None) == CPU
-    assert _device(model, None, "cuda") == _reach(model, CUDA) == CUDA
-    assert _reach(model, CPU) == CPU
+    assert _device(model, None, "cuda") == _exchange_device(model, CUDA) == CUDA
+    assert _exchange_device(model, CPU) == CPU
 
 
 def test_ranks_exchange_what_their_model_is_made_of() -> None:
     assert _device(on(CUDA), None, "cpu") == CPU
-    assert _reach(on(CUDA), CPU) == CUDA
-    assert _reach(on(CPU), CUDA) == CUDA
+    assert _exchange_device(on(CUDA), CPU) == CUDA
+    assert _exchange_device(on(CPU), CUDA) == CUDA

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_cp.checkpoint import export_pretrained, load_pretrained
 from lightning_cp.checkpoint.pretrained import memory
 from lightning_cp.checkpoint.pretrained.options import check_complete
-from lightning_cp.comm.consensus import gather_error_texts
+from lightning_cp.comm.consensus import error_summary_with_type
 from lightning_cp.errors import CheckpointError, RankFailure
 from tests.checkpoint.pretrained.models import config, make, save
 from tests.checkpoint.pretrained.test_export import names_in
@@ -180,7 +180,6 @@ def test_ranks_of_one_machine_share_its_memory(tmp_path: Path) -> None:
 
 def test_other_ranks_are_not_told_where_files_are() -> None:
     error = OSError(2, "No such file or directory", "/home/somebody/weights/x.safetensors")
-    assert gather_error_texts(error, "cpu") == [
-        "FileNotFoundError: No such file or directory (x.safetensors)"
-    ]
-    assert gather_error_texts(RankFailure("as it is"), "cpu") == ["RankFailure: as it is"]
+    text = "FileNotFoundError: No such file or directory (x.safetensors)"
+    assert error_summary_with_type(error) == text
+    assert error_summary_with_type(RankFailure("as it is")) == "RankFailure: as it is"

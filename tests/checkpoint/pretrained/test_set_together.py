@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.checkpoint import load_pretrained
-from lightning_cp.checkpoint.pretrained import buffers as rest
-from lightning_cp.checkpoint.pretrained.meta_init import WholeValues
+from lightning_cp.checkpoint.pretrained import meta_init
+from lightning_cp.checkpoint.pretrained.meta_init import UnsetTensors, WholeValues
 from lightning_cp.utils.dtensor import forget_meshes
 from tests.checkpoint.pretrained.models import load
 from tests.pool import run_ranks
@@ -62,8 +62,8 @@ def loaded(rank: int, world: int, path: Path, count: int, at_once: int) -> tuple
         fully_shard(block, mesh=mesh)
     calls: list[int] = []
     with (
-        mock.patch.object(rest, "_TOGETHER", at_once),
-        mock.patch.object(rest.UnsavedTensors, "set", counting(rest.UnsavedTensors.set, calls)),
+        mock.patch.object(meta_init, "_TOGETHER", at_once),
+        mock.patch.object(UnsetTensors, "set", counting(UnsetTensors.set, calls)),
     ):
         load_pretrained(model, path, allow_missing=["*.adapter"], progress=False)
     states = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -128,7 +128,7 @@ def test_offloaded_parameters_are_loaded_where_they_live(monkeypatch: pytest.Mon
     """By what is asked for: there need be no other device."""
     homes = []
     monkeypatch.setattr(
-        "lightning_cp.checkpoint.pretrained.strategy_argument.load_pretrained",
+        "lightning_cp.checkpoint.pretrained.load.load_pretrained",
         lambda *_, device, **__: homes.append(device),
     )
     for offload in (False, True):

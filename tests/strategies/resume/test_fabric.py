@@ -13,7 +13,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from lightning_cp.errors import CheckpointError
 from lightning_cp.resume.fabric import RunState
-from lightning_cp.resume.record import Point
+from lightning_cp.resume.record import ResumePoint
 from tests.pool import run_ranks
 from tests.strategies.resume.fabric_runs import Script, run
 from tests.strategies.resume.runs import loader_of
@@ -100,7 +100,7 @@ def other_loaders(rank: int, world: int, path: Path) -> tuple[int, int, list[int
 def test_loaders_that_are_gone_have_no_place(tmp_path: Path) -> None:
     for *found, message in run_ranks(2, other_loaders, tmp_path / "saved.ckpt"):
         assert found == [0, 1, [2, 3]]
-        assert "places of 1 loaders, but there are 0" in message
+        assert "positions of 1 loaders, but there are 0" in message
 
 
 def too_few(rank: int, world: int, path: Path) -> str:
@@ -121,7 +121,7 @@ def too_few(rank: int, world: int, path: Path) -> str:
 
 def test_more_loaders_than_were_saved_are_refused(tmp_path: Path) -> None:
     for message in run_ranks(2, too_few, tmp_path / "saved.ckpt"):
-        assert "places of 2 loaders" in message
+        assert "positions of 2 loaders" in message
         assert "there are 3" in message
 
 
@@ -134,11 +134,11 @@ def test_only_steps_of_its_models_are_followed_while_it_is_there() -> None:
     run: Any = None  # the mesh is not asked
     state = RunState(run)
     for model in models:
-        state.follow_model(model)
+        state.track_model(model)
     for module, steps in ((other, False), *((model, True) for model in models)):
         optimizer = optimizer_of(module)
         for _ in range(2):
-            state._begun = Point.now(torch.device("cpu"), [])
+            state._begun = ResumePoint.now(torch.device("cpu"), [])
             optimizer.step()
             assert (state._begun is None) == steps
     assert len(_global_optimizer_post_hooks) == before + 1

@@ -46,7 +46,7 @@ class Counting(Small):
         self.rows, self.shuffle, self.optimizer = rows, shuffle, optimizer
         self.losses: list[float] = []
         self.seen: list[list[int]] = []
-        self.begins: list[torch.Tensor] = []
+        self.start_pass: list[torch.Tensor] = []
 
     def train_dataloader(self) -> Any:
         strategy: Any = self.trainer.strategy

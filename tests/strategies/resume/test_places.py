@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_cp.checkpoint.restore import templates_for
 from lightning_cp.errors import CheckpointError
-from lightning_cp.loaders.position import LoaderPosition, reopen, require_same_order
-from lightning_cp.resume.record import Point, _seed_anew
+from lightning_cp.loaders.position import LoaderPosition, check_same_order, open_at
+from lightning_cp.resume.record import ResumePoint, _reseed
 
 
 def loader_of(rows: int, seed: int = 3) -> DataLoader[Any]:
@@ -27,19 +27,19 @@ def loader_of(rows: int, seed: int = 3) -> DataLoader[Any]:
 def read(loader: DataLoader[Any], count: int) -> tuple[dict[str, Any], Iterator[Any]]:
     """The place after some batches, and what is left of the pass."""
     place = LoaderPosition()
-    place.begins(loader)
+    place.start_pass(loader)
     batches = iter(loader)
     for _ in range(count):
-        place.asked(trains=True)
-        place.reads(loader)
+        place.request_batch(trains=True)
+        place.before_read(loader)
         next(batches)
-        place.has_read()
+        place.after_read()
     return {**place.saved(loader), "ranks": (2, 2)}, batches
 
 
 def test_the_same_loader_goes_on() -> None:
     saved, left = read(loader_of(2), 2)
-    assert [x.tolist() for x in reopen(loader_of(2), saved)] == [x.tolist() for x in left]
+    assert [x.tolist() for x in open_at(loader_of(2), saved)] == [x.tolist() for x in left]
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def test_the_same_loader_goes_on() -> None:
 def test_another_batch_size_or_order_on_the_same_mesh_is_refused(other: Any, says: str) -> None:
     saved, _ = read(loader_of(2), 2)
     with pytest.raises(CheckpointError, match=says):
-        reopen(other(), saved)
-    require_same_order(other(), {**saved, "batches": 0})  # nothing was used
+        open_at(other(), saved)
+    check_same_order(other(), {**saved, "batches": 0})  # nothing was used
 
 
 def drawn_by(data_rank: int) -> tuple[float, float, float]:
@@ -62,9 +62,9 @@ def drawn_by(data_rank: int) -> tuple[float, float, float]:
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)
-    point = Point.now(torch.device("cpu"), [])
+    point = ResumePoint.now(torch.device("cpu"), [])
     torch.rand(data_rank % 3)  # what was drawn meanwhile does not matter
-    _seed_anew(point, data_rank)
+    _reseed(point, data_rank)
     point.restore_random(torch.device("cpu"))
     return float(torch.rand(())), random.random(), float(np.random.rand())
 

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from lightning_cp.resume.replay import Buffers, CallbackStates
+from lightning_cp.resume.replay import BufferCopies, CallbackStates
 from tests.strategies.resume.runs import Statistics
 
 
@@ -53,14 +53,14 @@ class Names(nn.Module):
 
 @pytest.mark.parametrize("kind", [Counts, Names])
 def test_buffers_are_those_of_the_beginning_of_the_window(kind: type[Any]) -> None:
-    module, buffers = kind(), Buffers()
+    module, buffers = kind(), BufferCopies()
     for _ in range(4):
-        buffers.keep([module])
-        buffers.keep([module])
+        buffers.save([module])
+        buffers.save([module])
         before = {name: x.clone() for name, x in module.state_dict().items()}
         for _ in range(3):
             module.step()
-        found = buffers.put_back(dict(module.state_dict()))
+        found = buffers.replace_in(dict(module.state_dict()))
         assert found.keys() == before.keys()
         for name, x in before.items():
             assert torch.equal(found[name].nan_to_num(7), x.nan_to_num(7)), name
@@ -71,22 +71,22 @@ def test_buffers_are_those_of_the_beginning_of_the_window(kind: type[Any]) -> No
 
 
 def test_what_is_no_buffer_is_left_as_it_is() -> None:
-    module, buffers = nn.Sequential(nn.Linear(2, 2), Counts()), Buffers()
-    buffers.keep([module])
+    module, buffers = nn.Sequential(nn.Linear(2, 2), Counts()), BufferCopies()
+    buffers.save([module])
     module[1].step()  # type: ignore[operator]
     state = {**module.state_dict(), "extra": "said", "made": module[1].get_buffer("added").clone()}
-    found = buffers.put_back(state)
+    found = buffers.replace_in(state)
     for name in ("0.weight", "0.bias", "extra", "made"):
         assert found[name] is state[name]
 
 
 def test_copies_are_made_once() -> None:
     """Every step may come here: values go over those of the step before."""
-    module, buffers = Counts(), Buffers()
+    module, buffers = Counts(), BufferCopies()
     places = set[int]()
     for _ in range(3):
-        buffers.keep([module])
-        places.add(buffers.put_back(module.state_dict())["data"].data_ptr())
+        buffers.save([module])
+        places.add(buffers.replace_in(module.state_dict())["data"].data_ptr())
         module.step()
     assert len(places) == 1
 
@@ -127,7 +127,7 @@ def test_states_of_callbacks_are_those_of_the_beginning_and_asked_for_when_saved
     )
     states, Keeps.asked = CallbackStates(), 0
     for _ in range(3):
-        states.keep(trainer)
+        states.save(trainer)
     plain.state["a"].append(3)
     plain.state["b"]["c"].append(3)
     plain.total.rows += 1
@@ -136,5 +136,5 @@ def test_states_of_callbacks_are_those_of_the_beginning_and_asked_for_when_saved
     then = {"a": [1, (2.0, "x")], "b": {"c": [None, True]}, "rows": 0, "late": 0}
     assert states.states() == {plain.state_key: then}
     assert Keeps.asked == 3
-    states.keep(trainer)
+    states.save(trainer)
     assert states.states() == {plain.state_key: {**plain.state, "rows": 1, "late": 1}}
