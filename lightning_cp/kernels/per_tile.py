@@ -8,7 +8,7 @@ lse of its queries, which makes its gradients the exact share of its tile
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -55,7 +55,7 @@ class PerTileKernel(ABC):
             queries, slices = _queries(tile, merged), _slices(tile, inputs)
             _add_gradients(tile, self.differentiate(queries, slices, tile, scores), gradients)
 
-    def calls(self, tiles: Sequence[Tile], mask: Mask) -> list[Tile]:
+    def calls(self, tiles: Sequence[Tile], mask: Mask) -> Iterable[Tile]:
         """Return the tiles for the operator, without empty ones, which crash some operators."""
         return [tile for tile in tiles if tile.q_len and tile.k_len]
 
