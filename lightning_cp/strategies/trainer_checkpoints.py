@@ -218,7 +218,7 @@ class TrainerCheckpoints:
         if not states and optimizers:
             self._manager.warn_once(
                 "the checkpoint has no state of optimizers, as it was saved before a run or by the program "
-                "that had started the ranks: the optimizers begin anew. Save in the run, by ModelCheckpoint "
+                "that started the ranks: the optimizers start from zero. Save in the run, by ModelCheckpoint "
                 "or a hook, to have their state."
             )
             return []
@@ -247,8 +247,8 @@ def _check_from_trainer(opened: Checkpoint) -> None:
         has = ", ".join(map(repr, list(opened.tree)[:8]))
         raise CheckpointError(
             f"{opened.path.name} was not saved by a Trainer: it has no {missing[0]!r}. It has: {has}. "
-            "Nothing was loaded. What fabric.save saved goes on with fabric.load; of its weights alone a "
-            "Trainer begins with module.load_state_dict(...) before fit, without ckpt_path."
+            "Nothing was loaded. Load what fabric.save saved with fabric.load; or pass its weights alone to "
+            "module.load_state_dict(...) before fit, without ckpt_path."
         )
 
 
