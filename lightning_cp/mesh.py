@@ -206,7 +206,7 @@ class ContextParallelMesh:
         pad_value: float | int | bool = 0,
     ) -> torch.Tensor:
         """Return this rank's tokens of ``x``, which is whole on all ranks of the group; no communication."""
-        self.require_layout(layout)
+        self.check_layout(layout)
         return layout.shard(x, self.cp_rank, dim=dim, pad_value=pad_value)
 
     def unshard(self, x_local: torch.Tensor, layout: SequenceLayout, dim: int = 1) -> torch.Tensor:
@@ -214,14 +214,14 @@ class ContextParallelMesh:
 
         Differentiable: gradients of all ranks are summed.
         """
-        self.require_layout(layout)
+        self.check_layout(layout)
         if self.cp_size == 1:
             return layout.unshard([x_local], dim=dim)
         whole = layout.unshard(all_gather(x_local, self.group(Flat.CP)), dim=dim)
         note_sequence(whole)
         return whole
 
-    def require_layout(self, layout: SequenceLayout) -> None:
+    def check_layout(self, layout: SequenceLayout) -> None:
         """Check that a layout has the sizes of the mesh.
 
         Raises:

@@ -169,7 +169,7 @@ def check_call(
     check_inputs(q_BLHD, k_BLKD, v_BLKD, layout)
     spec.check_slopes(q_BLHD)
     check_sinks(spec.sinks, q_BLHD)
-    mesh.require_layout(layout)
+    mesh.check_layout(layout)
 
 
 def _check_type(name: str, value: object, wanted: type) -> None:
