@@ -80,14 +80,15 @@ class ContextParallelMesh:
                 self._meshes[flat] = self._meshes[axes[0]]
                 continue
             names = tuple(axis.value for axis in axes)
-            self._meshes[flat] = self.device_mesh[names]._flatten(flat.value)
+            # PyTorch has no public name for it.
+            self._meshes[flat] = self.device_mesh[names]._flatten(flat.value)  # pyright: ignore[reportPrivateUsage]
         self._groups = {axis: mesh.get_group() for axis, mesh in self._meshes.items()}
         self._ranks = {axis: mesh.get_local_rank() for axis, mesh in self._meshes.items()}
         self._control = self._control_groups()
         if device_type == "cuda" and ring_size > 1:
             warm_up(self._groups[Axis.RING], torch.device("cuda", torch.cuda.current_device()))
         # A rank that destroys the mesh at once would disconnect from a rank that still connects.
-        dist.barrier(self.everyone)
+        dist.barrier(self.everyone)  # pyright: ignore[reportUnknownMemberType] (its device_ids have no type)
         self._destroyed = False
         # PyTorch's meshes hold references to each other in cycles, and to their groups.
         registries = [getattr(mesh, "_pg_registry", {}) for mesh in self._meshes.values()]
@@ -205,7 +206,7 @@ class ContextParallelMesh:
         pad_value: float | int | bool = 0,
     ) -> torch.Tensor:
         """Return this rank's tokens of ``x``, which is whole on all ranks of the group; no communication."""
-        self.require_layout(layout)
+        self.check_layout(layout)
         return layout.shard(x, self.cp_rank, dim=dim, pad_value=pad_value)
 
     def unshard(self, x_local: torch.Tensor, layout: SequenceLayout, dim: int = 1) -> torch.Tensor:
@@ -213,14 +214,14 @@ class ContextParallelMesh:
 
         Differentiable: gradients of all ranks are summed.
         """
-        self.require_layout(layout)
+        self.check_layout(layout)
         if self.cp_size == 1:
             return layout.unshard([x_local], dim=dim)
         whole = layout.unshard(all_gather(x_local, self.group(Flat.CP)), dim=dim)
         note_sequence(whole)
         return whole
 
-    def require_layout(self, layout: SequenceLayout) -> None:
+    def check_layout(self, layout: SequenceLayout) -> None:
         """Check that a layout has the sizes of the mesh.
 
         Raises:
@@ -239,7 +240,8 @@ class ContextParallelMesh:
             return
         self._destroyed = True
         groups = {*self._groups.values(), *self._control.values()}
-        known = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
+        # PyTorch has no public list of groups.
+        known = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}  # pyright: ignore[reportPrivateUsage]
         for group in groups - {dist.group.WORLD}:
             if group in known:  # the destruction of the world group includes all groups
                 dist.destroy_process_group(group)
@@ -254,7 +256,7 @@ class ContextParallelMesh:
 
 def _check_sizes(sizes: dict[Axis, int]) -> None:
     for axis, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
                 f"mesh axis {axis} must be an integer of at least 1, got {size!r}. "
                 "Leave it out for 1."

@@ -164,7 +164,7 @@ class _SliceGradients:
     ) -> None:
         if len(self._parts) == 1 or kind is not None:
             return
-        copies = self._copy.split([len(part) for part in self._parts])
+        copies = self._copy.split_with_sizes([len(part) for part in self._parts])
         for part, copy in zip(self._parts, copies, strict=True):
             part += copy  # slices overlap: their gradients add up
 

@@ -63,7 +63,7 @@ class Keys:
         made = self.tensors[0].new_empty(num_keys(ranges), *self.pair_shape[1:])
         sizes = [end - start for start, end in ranges]
         for x, into in zip(self.tensors, split_pair(made, self.key_dim), strict=True):
-            for (start, end), part in zip(ranges, into.split(sizes), strict=True):
+            for (start, end), part in zip(ranges, into.split_with_sizes(sizes), strict=True):
                 part.copy_(x[start:end])
         return made
 
@@ -103,11 +103,11 @@ class _LazyPair:
 
     def __init__(self, keys: Keys, dtype: torch.dtype) -> None:
         self.shape, self.key_dim = keys.pair_shape, keys.key_dim
-        self._how = {"dtype": dtype, "device": keys.tensors[0].device}
+        self._dtype, self._device = dtype, keys.tensors[0].device
 
     @cached_property
     def pair(self) -> torch.Tensor:
-        return torch.empty(self.shape, **self._how)
+        return torch.empty(self.shape, dtype=self._dtype, device=self._device)
 
     def half(self, at: int) -> torch.Tensor:
         """Return the view [B, keys, K/V heads, D] for the gradient of K (0) or V (1)."""
@@ -115,7 +115,7 @@ class _LazyPair:
 
     def empty(self) -> torch.Tensor:
         """Return the pair of no keys."""
-        return torch.empty((0, *self.shape[1:]), **self._how)
+        return torch.empty((0, *self.shape[1:]), dtype=self._dtype, device=self._device)
 
 
 class KeyGradientSums:

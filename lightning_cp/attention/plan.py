@@ -126,13 +126,12 @@ def make_request(
     q_BLHD: torch.Tensor, v_BLKD: torch.Tensor, spec: AttentionSpec, *, max_logits: bool = False
 ) -> Request:
     """Return the requirements of a call on a kernel."""
-    needs = spec.needs | ({"max_logits"} if max_logits else set())
     return Request(
         device_type=q_BLHD.device.type,
         dtype=q_BLHD.dtype,
         head_dim=q_BLHD.shape[3],
         masks=_mask_kinds(spec),
-        needs=frozenset(needs),
+        needs=spec.needs | {"max_logits"} if max_logits else spec.needs,
         value_dim=v_BLKD.shape[3],
     )
 
@@ -170,7 +169,7 @@ def check_call(
     check_inputs(q_BLHD, k_BLKD, v_BLKD, layout)
     spec.check_slopes(q_BLHD)
     check_sinks(spec.sinks, q_BLHD)
-    mesh.require_layout(layout)
+    mesh.check_layout(layout)
 
 
 def _check_type(name: str, value: object, wanted: type) -> None:

@@ -170,5 +170,5 @@ class _GradientExchange:
 
     def _add(self, received: torch.Tensor, hop: Hop) -> None:
         sizes = [end - start for start, end in hop.send]
-        for (start, _), part in zip(hop.send, received.split(sizes), strict=True):
+        for (start, _), part in zip(hop.send, received.split_with_sizes(sizes), strict=True):
             self._own.add(start, part)

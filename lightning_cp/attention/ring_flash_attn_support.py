@@ -112,7 +112,7 @@ def _check_tensors(
 def _check_scores(spec: AttentionSpec, max_logits: bool) -> None:
     if spec.window != (-1, -1):
         _raise_unsupported(f"window={spec.window}", "it applies the window to each hop by itself")
-    features = sorted(spec.needs | ({"sinks"} if spec.sinks is not None else set()))
+    features = sorted(spec.needs if spec.sinks is None else spec.needs | {"sinks"})
     if features:
         _raise_unsupported(", ".join(features), "it has no such scores")
     if max_logits:

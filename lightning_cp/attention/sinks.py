@@ -100,9 +100,9 @@ def sink_gradients(
     sinks = sinks_H[own].to(dtype).unsqueeze(-1)
     total = torch.zeros_like(sinks_H, dtype=dtype)
     parts = (
-        dout_TBHD.split(_TOKENS_AT_ONCE),
-        out_TBHD.split(_TOKENS_AT_ONCE),
-        lse_BHT.split(_TOKENS_AT_ONCE, dim=2),
+        torch.split(dout_TBHD, _TOKENS_AT_ONCE),
+        torch.split(out_TBHD, _TOKENS_AT_ONCE),
+        torch.split(lse_BHT, _TOKENS_AT_ONCE, dim=2),
     )
     for dout, out, lse in zip(*parts, strict=True):
         blind = lse == -torch.inf  # padding, whose dout may be anything

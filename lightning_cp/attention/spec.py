@@ -11,6 +11,7 @@ import torch
 
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import Mask
+from lightning_cp.utils.tensors import to_list
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +110,7 @@ class AttentionSpec:
             )
         if slopes.device.type == "cpu" and not bool(slopes.isfinite().all()):
             raise ShapeError(
-                f"alibi_slopes must be finite, got {slopes.tolist()}. "
+                f"alibi_slopes must be finite, got {to_list(slopes)}. "
                 "Use 0 for a head without a bias."
             )
 
@@ -129,7 +130,7 @@ def _is_number(value: object) -> bool:
     """Return True for a finite number that fits a float."""
     try:
         return (
-            isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(float(value))
+            not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(float(value))
         )
     except OverflowError:
         return False

@@ -28,7 +28,7 @@ from lightning_cp.utils.labels import IGNORED_LABEL
 class DeclaredDocuments:
     """Tensors that declare documents in a batch, by dotted name; their last dimension is the sequence."""
 
-    found: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    found: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
 
     @classmethod
     def of(cls, whole: WholeBatch, rules: BatchRules) -> DeclaredDocuments:

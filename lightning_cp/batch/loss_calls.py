@@ -14,6 +14,7 @@ from enum import Enum
 import torch
 
 from lightning_cp.utils.autograd_notes import Count
+from lightning_cp.utils.tensors import to_list
 
 
 class Mismatch(Enum):
@@ -131,7 +132,7 @@ def mismatch_warning(
         names: of the values.
         evidence: of the first of them.
     """
-    known, _, other, _, targets, *_ = evidence.T.tolist()
+    known, _, other, _, targets, *_ = to_list(evidence.T)
     besides = [y if math.isnan(x) else x for x, y in zip(other, targets, strict=True)]
     counts = _listed(besides if doubt is Mismatch.STEP else known)
     name = ", ".join(map(repr, names))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from lightning_cp.layout import SequenceLayout
 from lightning_cp.layout.axes import Flat
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.utils.containers import is_container, items_of, map_tensors, tensors_of
+from lightning_cp.utils.tensors import to_list
 
 
 def unshard_output(
@@ -82,14 +83,15 @@ def _equal_on_all_ranks(
         ) from None
     sums = torch.tensor([checksum(x) for x in tensors.values()], dtype=torch.int64)
     every = torch.stack(all_gather(sums, group))
-    same = (every == every[0]).all(0).tolist()
+    same: list[bool] = to_list((every == every[0]).all(0))
     return {name for name, equal in zip(tensors, same, strict=True) if equal}
 
 
 def _other_values(output: Any) -> Iterator[Any]:
     """Yield numbers, text and arrays in an output; contents of other objects are not compared."""
     if isinstance(output, np.ndarray):
-        yield output.shape, fingerprint(np.ascontiguousarray(output).tobytes())
+        array = cast("np.ndarray[Any, Any]", output)
+        yield array.shape, fingerprint(np.ascontiguousarray(array).tobytes())
     elif isinstance(output, (str, bytes, int, float, complex)):
         yield output
     for _, item in items_of(output):

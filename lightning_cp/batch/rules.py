@@ -45,7 +45,7 @@ class BatchRules:
             documents are read from them.
     """
 
-    sequence_dims: Mapping[str, int | None] = field(default_factory=dict)
+    sequence_dims: Mapping[str, int | None] = field(default_factory=dict[str, int | None])
     label_key: str = "labels"
     labels: str = "ignore"
     padding: bool = True

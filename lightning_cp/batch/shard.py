@@ -78,7 +78,7 @@ def shard_batch(
         global_positions = layout.positions(cp_rank).to(device)
         positions = global_positions.masked_fill(global_positions >= layout.seq_len, 0)
         positions = positions.expand(whole.rows, -1)
-    if type(local) is dict and POSITIONS not in local:
+    if type(whole.batch) is dict and POSITIONS not in local:
         local = TrackedBatch(local)
     if isinstance(local, MutableMapping):
         added = {POSITIONS: positions}
@@ -113,6 +113,7 @@ def add_positions_and_targets(batch: Any, rules: BatchRules, *, positions: bool 
         ``batch`` itself if it has them, is no dict, or its sequence is not known: one process may read it in
         ways that several cannot.
     """
+    result = batch
     if not isinstance(batch, MutableMapping):
         return batch
     added: dict[str, torch.Tensor] = {}
@@ -123,12 +124,11 @@ def add_positions_and_targets(batch: Any, rules: BatchRules, *, positions: bool 
     shifted = _read(batch, rules) if rules.labels == "shift" and TARGETS not in batch else None
     if shifted is not None and shifted.aligned_labels is not None:
         added[TARGETS] = shifted.aligned_labels
-    if not added:
-        return batch
-    local = map_tensors(batch, lambda name, x: x)
+    if added:
+        result = map_tensors(batch, lambda name, x: x)
     for name, x in added.items():  # outputs of Hugging Face models have no update
-        local[name] = x
-    return local
+        result[name] = x
+    return result
 
 
 def _read(batch: Any, rules: BatchRules) -> WholeBatch | None:

@@ -13,6 +13,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.layout import Documents, SequenceLayout
 from lightning_cp.layout.documents import text_positions
 from lightning_cp.utils.labels import IGNORED_LABEL
+from lightning_cp.utils.tensors import to_list
 
 ONE_BATCH = (
     "There is one batch for each backward. For a loss of several (chosen and rejected answers), join their "
@@ -57,7 +58,7 @@ def position_info(position_ids: torch.Tensor | None, layout: SequenceLayout) -> 
     text = text_positions(ahead)
     anew = ahead.new_zeros(()) if text is None else (text != (0 if packed else text[..., :1])).any()
     said = (ahead.any().long(), anew.long(), position_ids.max())
-    moved, anew, longest = torch.stack(said).tolist()  # in one copy: each copy waits for the GPU
+    moved, anew, longest = to_list(torch.stack(said))  # in one copy: each copy waits for the GPU
     return PositionInfo(not moved, bool(anew), packed, longest)
 
 
@@ -84,7 +85,7 @@ class StepState:
     """Local tokens of the sequence, before its padding; ``None``: all."""
     padding_asked: bool = False
     """The step called ``token_mask``."""
-    padding_gradients: list[torch.Tensor] = field(default_factory=list)
+    padding_gradients: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     """One flag per attention call that backward reached: its gradient on padding is not 0."""
     counted: torch.Tensor | None = None
     """Targets on this rank by ``count_targets``, in place of ``valid_local``."""
@@ -106,12 +107,12 @@ class StepState:
     """After ``left``, no call had a tensor of the batch: the step is suspended."""
     calls: int = 0
     """Number of intercepted attention calls."""
-    need_gradients: list[bool] = field(default_factory=list)
+    need_gradients: list[bool] = field(default_factory=list[bool])
     """One flag per attention call: its output requires a gradient."""
     compared: int = -1
     """Number of attention calls when ranks last compared ``need_gradients``; -1: never."""
     plans: dict[tuple[object, ...], tuple[AttentionSpec, AttentionPlan]] = field(
-        default_factory=dict
+        default_factory=dict[tuple[object, ...], tuple[AttentionSpec, AttentionPlan]]
     )
     """Plans of this batch's attention calls, shared by layers that make the same call."""
     first_gradient: torch.Tensor | None = None

@@ -13,6 +13,9 @@ from lightning_cp.errors import UndeclaredError
 
 Tensors = Mapping[str, torch.Tensor]
 
+Questions = tuple[list[str], dict[str, object]]
+"""Questions about missing declarations, and the arguments that may answer them."""
+
 
 def check_any_known(
     tensors: Tensors, dims: Mapping[str, int], rules: BatchRules, *, needs_labels: bool
@@ -30,7 +33,7 @@ def check_any_known(
         f"{sorted(tensors) or 'no tensors'}. {_what_to_declare(tensors)}"
     )
     arguments: dict[str, object] = {"sequence_dims": seen} if seen else {}
-    asked = _ask_for_labels(tensors, seen, rules) if needs_labels else ([], {})
+    asked: Questions = _ask_for_labels(tensors, seen, rules) if needs_labels else ([], {})
     raise UndeclaredError([question, *asked[0]], arguments | asked[1])
 
 
@@ -71,7 +74,9 @@ def check_declared(
                 f"sequence_dims={{{name!r}: None}} gives every rank all of it."
             )
     arguments: dict[str, object] = {"sequence_dims": asked} if asked else {}
-    of_labels = _ask_for_labels(tensors, {**dims, **asked}, rules) if needs_labels else ([], {})
+    of_labels: Questions = ([], {})
+    if needs_labels:
+        of_labels = _ask_for_labels(tensors, {**dims, **asked}, rules)
     questions += of_labels[0]
     if questions:
         raise UndeclaredError(questions, arguments | of_labels[1])
@@ -79,7 +84,7 @@ def check_declared(
 
 def _ask_for_labels(
     tensors: Tensors, dims: Mapping[str, int | None], rules: BatchRules
-) -> tuple[list[str], dict[str, object]]:
+) -> Questions:
     """Return the question about missing labels, and the tensor that they may be."""
     if rules.label_key in tensors:
         return [], {}

@@ -231,10 +231,10 @@ def _join_names(names: list[str]) -> str:
 # Hydra sweeps in which a strategy that starts processes would train on the wrong ones.
 
 
-def refuse_foreign_launcher(
+def check_sweep_launcher(
     environment: ClusterEnvironment | None, start_method: str, processes: int
 ) -> None:
-    """Refuse to start ranks from a job that shares its process with the sweep.
+    """Check that no job that shares its process with a sweep starts ranks.
 
     Lightning would start them with the command line of the whole sweep. What the first job leaves in the
     environment and in ``torch.distributed`` would decide the ranks of the next ones.

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.errors import ConfigError
 from lightning_cp.utils.dtensor import local_part
+from lightning_cp.utils.tensors import to_list
 
 Unreduced = Iterable[tuple[torch.nn.Parameter, torch.Tensor]]
 """Parameters with local gradients that are not in their ``grad`` yet."""
@@ -90,7 +91,7 @@ class AccumulatedTokens:
             return
         kept = {id(p) for p, gradient in self.unreduced() if _is_nonzero(gradient)}
         filled = torch.tensor([_has_gradient(x, kept) for x in optimizers], dtype=torch.int64)
-        for optimizer, count in zip(optimizers, all_sum(filled, group).tolist(), strict=True):
+        for optimizer, count in zip(optimizers, to_list(all_sum(filled, group)), strict=True):
             if not count:
                 self._accumulated.pop(optimizer, None)
 

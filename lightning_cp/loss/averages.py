@@ -29,7 +29,7 @@ class TokenMean(Metric):
         super().__init__(**kwargs)
         for name in ("total", "count"):
             zero = torch.zeros((), dtype=torch.float64)
-            self.add_state(name, zero, dist_reduce_fx="sum")
+            self.add_state(name, zero, dist_reduce_fx="sum")  # pyright: ignore[reportUnknownMemberType] (its bare list)
         self.of_all: torch.Tensor | None = None
         """Total and count of all ranks, if one collective added them up for all means."""
 
@@ -86,7 +86,8 @@ def log_token_ratio(
         means[key] = TokenMean(**mean_options)
     mean = means[key].to(module.device)
     mean.update(total, count)
-    mean._forward_cache = as_logged(sums[0] / sums[1])
+    # The value of the step, where torchmetrics keeps it.
+    mean._forward_cache = as_logged(sums[0] / sums[1])  # pyright: ignore[reportPrivateUsage]
     log(name, mean, metric_attribute=name, **dict(options))
 
 

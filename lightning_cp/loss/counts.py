@@ -20,6 +20,7 @@ from lightning_cp.comm.consensus import gather_objects
 from lightning_cp.errors import ConfigError
 from lightning_cp.loss.terms import DECLARE, LossFactors, LossTerms
 from lightning_cp.utils.autograd_notes import Count
+from lightning_cp.utils.tensors import to_list, vector_norm
 
 COUNTS = "count_targets was given a mask, or weights, that counts padding"
 TRAINS = "a loss trains on padding"
@@ -90,7 +91,7 @@ class SharedValues:
     """This rank's targets; 0: its loss adds nothing."""
     joined: Sequence[torch.Tensor] = ()
     """float64 [2] each: of values that terms of parameters compute with another tensor."""
-    gradients: list[torch.Tensor] = field(default_factory=list)
+    gradients: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     """float64 [2] each: of gradients of values of ``unshard``, divided by targets."""
     factors: Sequence[float | torch.Tensor] = ()
     """Numbers and one-element tensors that a loss by hand is multiplied or divided by."""
@@ -126,7 +127,7 @@ class SharedValues:
         weight = float(self.weighted) if self.factors else 0.0
         tensors = [x.double().reshape(1) for x in self.factors if isinstance(x, torch.Tensor)]
         read = iter(
-            torch.cat([x.to(tensors[0].device) for x in tensors]).tolist() if tensors else ()
+            to_list(torch.cat([x.to(tensors[0].device) for x in tensors])) if tensors else ()
         )
         values = [float(next(read) if isinstance(x, torch.Tensor) else x) for x in self.factors]
         is_short = any(x.is_floating_point() and x.itemsize < 4 for x in tensors)
@@ -138,7 +139,7 @@ def _is_near(a: float, b: float, limit: float) -> bool:
 
 
 def format_values(values: Sequence[torch.Tensor], digits: int) -> list[str]:
-    numbers = torch.cat([x.to(values[0].device) for x in values]).tolist() if values else []
+    numbers = to_list(torch.cat([x.to(values[0].device) for x in values])) if values else []
     return [f"{x:.{digits - 1}e}" for x in numbers]
 
 
@@ -146,7 +147,7 @@ def norm_and_projection(x: torch.Tensor) -> torch.Tensor:
     """Return float64 [2]: the norm, and a sum weighted by position, which shows a small local difference."""
     x = x.detach() if x.is_floating_point() else x.detach().double()
     x = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
-    norm = torch.linalg.vector_norm(x, dtype=torch.float64)
+    norm = vector_norm(x, dtype=torch.float64)
     rows, columns = (x.sum(dim, dtype=torch.float64) for dim in (1, 0))
     return torch.stack(
         [norm, rows @ _position_weights(rows) + columns @ _position_weights(columns)]

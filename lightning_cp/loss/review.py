@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 
@@ -87,8 +87,8 @@ class RunLosses:
         """True if a loss with all its terms was found exact."""
         return any(not any(zeros) for zeros in self.exact_zeros)
 
-    def refuse_unknown(self, why: str) -> None:
-        """Refuse a loss of no known kind, before the optimizer's step.
+    def raise_unknown(self, why: str) -> NoReturn:
+        """Raise the error about a loss of no known kind, before the optimizer's step.
 
         Raises:
             ConfigError: saying what to declare.

@@ -17,7 +17,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage] (it has no public name)
+)
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.utils.autograd_notes import NOTE, Count, Origin, origin_of
@@ -83,7 +85,8 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
 
 def ignores_label(loss: torch.Tensor, label: int) -> bool:
     """True if the graph has a PyTorch loss function that ignores ``label``."""
-    ahead, seen = [loss.grad_fn], set()
+    ahead = [loss.grad_fn]
+    seen: set[Any] = set()
     while ahead:
         node: Any = ahead.pop()
         if node is None or node in seen:
@@ -124,7 +127,8 @@ def factors_of(loss: torch.Tensor, tokens: int) -> LossFactors:
     Further down, reading a factor could make autograd recompute a checkpointed layer.
     """
     found = LossFactors([], [])
-    ahead, seen = [loss.grad_fn], set()
+    ahead = [loss.grad_fn]
+    seen: set[Any] = set()
     while ahead:
         node: Any = ahead.pop()
         if node is None or node in seen or prod(node._input_metadata[0].shape) > tokens:
@@ -315,7 +319,8 @@ def _is_of_parameters(node: Any) -> bool:
 
     A tensor of a parameter's size, such as its value before training, is assumed equal on all ranks.
     """
-    ahead, seen = [node], set()
+    ahead = [node]
+    seen: set[Any] = set()
     while ahead:
         node = ahead.pop()
         if node in seen:
@@ -359,7 +364,9 @@ def _joined_values(terms: Iterable[Any]) -> tuple[torch.Tensor, ...]:
 
 def _numbers_within(terms: Iterable[Any]) -> list[float]:
     """Return the numbers that parameters are multiplied or divided by within parameter terms."""
-    ahead, seen, found = [*filter(_is_of_parameters, terms)], set(), []
+    ahead = [*filter(_is_of_parameters, terms)]
+    found: list[float] = []
+    seen: set[Any] = set()
     while ahead:
         node = ahead.pop()
         if node not in seen and not hasattr(node, "variable"):
@@ -371,7 +378,9 @@ def _numbers_within(terms: Iterable[Any]) -> list[float]:
 
 def _unshard_nodes(terms: Iterable[Any]) -> tuple[Any, ...]:
     """Return the nodes of ``unshard`` values that terms are computed from, in the order of the graph."""
-    ahead, seen, found = list(terms), set(), []
+    ahead = list(terms)
+    found: list[Any] = []
+    seen: set[Any] = set()
     while ahead:
         node = ahead.pop()
         if node not in seen:
@@ -407,7 +416,8 @@ def _is_of_sequence(nodes: Iterable[Any]) -> bool:
     It reads every node above attention, so it calls no function of ours at each of them.
     """
     ahead: list[tuple[Any, int]] = [(node, 0) for node in nodes]
-    seen, found = set(), False
+    seen: set[Any] = set()
+    found = False
     while ahead:
         node, number = ahead.pop()
         if node is None or node in seen:

@@ -29,6 +29,7 @@ from lightning_cp.loss.counts import COUNTS, MORE_TOKENS, NUMBER
 from lightning_cp.loss.terms import declared_count
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.randomness.token_draws import find_token_dims
+from lightning_cp.utils.tensors import to_list
 
 
 def loss_scale(valid: Sequence[int], cp_rank: int) -> float:
@@ -180,7 +181,7 @@ class StepLoss:
         Returns:
             ``None`` if no loss equals the value, and losses do not weigh ranks alike.
         """
-        for (counts, _), of_ranks in reversed(list(zip(self._gone, alike.T.tolist(), strict=True))):
+        for (counts, _), of_ranks in reversed(list(zip(self._gone, to_list(alike.T), strict=True))):
             shares = _shares(counts)
             if all(same or not share for same, share in zip(of_ranks, shares, strict=True)):
                 return shares
@@ -241,7 +242,8 @@ class StepLoss:
         if not isinstance(counted, torch.Tensor) or place is None:
             self._is_number = True
         elif place.token is None:
-            self._padding = (counted.detach().unflatten(0, (-1, local))[:, real:] != 0).any()
+            by_row = torch.unflatten(counted.detach(), 0, (-1, local))
+            self._padding = (by_row[:, real:] != 0).any()
         else:
             self._padding = (counted.detach().narrow(place.token, real, local - real) != 0).any()
 
@@ -336,7 +338,7 @@ class StepLoss:
         """Weight of this data rank's mean among all data ranks, whose mean weight is 1."""
         if self._accumulated is None:
             return 1.0
-        counts = self._valid if self._declared is None else self._declared.tolist()
+        counts = self._valid if self._declared is None else to_list(self._declared)
         share = sum(counts) / self._targets if self._targets else 0.0
         return share * self._mesh.data_size
 
@@ -377,7 +379,7 @@ class StepLoss:
 
 
 def _shares(counts: Sequence[float] | torch.Tensor) -> list[float]:
-    numbers = counts.tolist() if isinstance(counts, torch.Tensor) else counts
+    numbers = to_list(counts) if isinstance(counts, torch.Tensor) else counts
     return [average_weight(numbers, rank) for rank in range(len(numbers))]
 
 

@@ -155,13 +155,13 @@ class DifferenceExplainer(StepComparer):
     uneven: bool = False
     """True if the batch has fewer labels than the run's."""
 
-    def explain(self, batch: Any, base: Comparison, way_on: str = "") -> str:
+    def explain(self, batch: Any, base: Comparison, hint: str = "") -> str:
         """The text of an error.
 
         Args:
             batch: one that shows the difference.
             base: its comparison.
-            way_on: how to train in spite of it; empty where the first step would be refused for its
+            hint: how to train in spite of it; empty where the first step would be refused for its
                 counts.
         """
         runtime = self.runner.runtime
@@ -184,7 +184,7 @@ class DifferenceExplainer(StepComparer):
             )
         )
         report = ill(base, made, diagnosis, self.runner.count(batch), uneven=self.uneven)
-        return f"{report}\n{way_on}" if way_on and other_counts is None else report
+        return f"{report}\n{hint}" if hint and other_counts is None else report
 
     def _beginning(
         self, batch: Any, runner: Runner, single: StepPass, parallel: StepPass
@@ -271,9 +271,9 @@ class ParityCheck:
     runner: Runner
     tokens: int
     """Limit of a window, all rows together."""
-    way_on: str = ""
+    hint: str = ""
     """Last line of an error: how to train in spite of it."""
-    says: bool = True
+    verbose: bool = True
     """True to print the first line."""
 
     def run(self, batch: Any) -> str:
@@ -289,7 +289,7 @@ class ParityCheck:
         started = time.monotonic()
         part = self._window(batch, self.tokens)
         tokens = self.runner.count(part)
-        if self.says:
+        if self.verbose:
             rank_zero_info(begins(tokens))
         base = self._compare_in_mode(part)
         aside, mesh = self.runner.runtime.losses.probe, self.runner.runtime.mesh
@@ -317,7 +317,7 @@ class ParityCheck:
                 tokens = self.runner.count(batch)
                 raise ConfigError(f"parity check on {tokens} tokens: {padding}")
             shown = self._shortest(batch, base)
-            raise ParityError(DifferenceExplainer(self.runner, uneven).explain(*shown, self.way_on))
+            raise ParityError(DifferenceExplainer(self.runner, uneven).explain(*shown, self.hint))
 
     def _uneven(self, batch: Any) -> Any | None:
         """The batch with fewer labels, if the last loss must be checked with it; else ``None``.

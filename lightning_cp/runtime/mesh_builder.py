@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from torch import nn
@@ -180,7 +180,7 @@ class MeshBuilder:
         return {str(axis): size for axis, size in sizes.items()}
 
     @contextmanager
-    def use(self, mesh: ContextParallelMesh) -> Iterator[None]:
+    def use(self, mesh: ContextParallelMesh) -> Generator[None]:
         """A block in which another mesh of the same ranks replaces the run's."""
         own, self._mesh = self._mesh, mesh
         try:

@@ -102,7 +102,8 @@ def _modules_of_projections(
             if id(p) in layers and name != "weight":
                 yield module, layers[id(p)]
         for child in module.children():
-            p = child._parameters.get("weight")
+            # A property of the same name, as of a parametrized module, would be computed.
+            p = child._parameters.get("weight")  # pyright: ignore[reportPrivateUsage]
             if id(p) in layers:
                 yield module, layers[id(p)]
 

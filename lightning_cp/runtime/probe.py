@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,7 @@ PLAINEST = "reference"
 
 
 @contextmanager
-def probe_step(runtime: ContextParallelRuntime) -> Iterator[None]:
+def probe_step(runtime: ContextParallelRuntime) -> Generator[None]:
     """A block for a step that is not a step of the run: nothing is counted, recorded or printed."""
     listeners, runtime.listeners[:] = list(runtime.listeners), []
     try:
@@ -37,7 +37,7 @@ def probe_step(runtime: ContextParallelRuntime) -> Iterator[None]:
 
 
 @contextmanager
-def single_rank_step(runtime: ContextParallelRuntime, batch: Any) -> Iterator[bool]:
+def single_rank_step(runtime: ContextParallelRuntime, batch: Any) -> Generator[bool]:
     """A block for a probe step on the whole batch, on this rank alone: as one process computes it.
 
     ``cu_seqlens`` and ``segment_ids`` declare documents to this package; a model in one process reads
@@ -61,7 +61,7 @@ def single_rank_step(runtime: ContextParallelRuntime, batch: Any) -> Iterator[bo
 
 
 @contextmanager
-def use_mesh(runtime: ContextParallelRuntime, mesh: ContextParallelMesh) -> Iterator[None]:
+def use_mesh(runtime: ContextParallelRuntime, mesh: ContextParallelMesh) -> Generator[None]:
     """A block whose attention uses other process groups of the same ranks."""
     try:
         with runtime.meshes.use(mesh):
@@ -72,7 +72,7 @@ def use_mesh(runtime: ContextParallelRuntime, mesh: ContextParallelMesh) -> Iter
 
 
 @contextmanager
-def use_layout(runtime: ContextParallelRuntime, kind: str) -> Iterator[None]:
+def use_layout(runtime: ContextParallelRuntime, kind: str) -> Generator[None]:
     """A block in which batches get another layout."""
     binding = runtime.binding
     before, binding.layout_rule = binding.layout_rule, replace(binding.layout_rule, kind=kind)
@@ -113,11 +113,11 @@ def _unread_documents(
 
 
 @contextmanager
-def _attend_alone(handle: SwapHandle, state: StepState) -> Iterator[None]:
+def _attend_alone(handle: SwapHandle, state: StepState) -> Generator[None]:
     """Intercept attention of a whole batch on this rank alone."""
     before = {name: getattr(handle, name) for name in _RANK_ATTRIBUTES}
     mesh = SingleRankMesh(handle.mesh.device_type)
-    alone = (mesh, PLAINEST, Exchange(), RankChecks(mesh), {})
+    alone: tuple[object, ...] = (mesh, PLAINEST, Exchange(), RankChecks(mesh), {})
     vars(handle).update(zip(_RANK_ATTRIBUTES, alone, strict=True))
     try:
         handle.activate(state)
@@ -132,7 +132,7 @@ _RANK_ATTRIBUTES = ("mesh", "kernel", "exchange", "checks", "requests")
 
 
 @contextmanager
-def _draws_of_whole_batch(runtime: ContextParallelRuntime, batch: Any) -> Iterator[None]:
+def _draws_of_whole_batch(runtime: ContextParallelRuntime, batch: Any) -> Generator[None]:
     """Let tokens of a whole batch draw the random numbers of its parts."""
     draws, mesh = runtime.binding.draws, runtime.mesh
     if draws is not None:

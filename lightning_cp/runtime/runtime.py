@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from numbers import Real
@@ -296,7 +296,7 @@ class ContextParallelRuntime:
             self.end_step()
 
     @contextmanager
-    def between_steps(self) -> Iterator[None]:
+    def between_steps(self) -> Generator[None]:
         """A block outside of the current step, which continues after it."""
         handle, state = self.binding.handle, self.step.state
         assert handle is not None
@@ -349,7 +349,7 @@ class ContextParallelRuntime:
         return bool(already_sharded(batch, self.step.part))
 
     @contextmanager
-    def use_records(self, records: RunRecords) -> Iterator[None]:
+    def use_records(self, records: RunRecords) -> Generator[None]:
         """A block whose steps use other records."""
         own, self.records = (self.step, self.records), records
         self.step = self._new_step()
@@ -359,7 +359,7 @@ class ContextParallelRuntime:
             self.step, self.records = own
 
     @contextmanager
-    def as_one_process(self) -> Iterator[None]:
+    def as_one_process(self) -> Generator[None]:
         """A block without sharing: a step has the values of one process."""
         own, self.step = self.step, self._new_step()
         self._is_single = True

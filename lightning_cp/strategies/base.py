@@ -43,7 +43,7 @@ from lightning_cp.engines.ddp_options import (
 )
 from lightning_cp.errors import ConfigError
 from lightning_cp.launch.library_warnings import LibraryWarnings
-from lightning_cp.launch.ranks import check_ranks, check_start_method, refuse_foreign_launcher
+from lightning_cp.launch.ranks import check_ranks, check_start_method, check_sweep_launcher
 from lightning_cp.launch.rendezvous import wait_for_gloo_at_exit
 from lightning_cp.layout import LayoutChoice
 from lightning_cp.layout.axes import Flat
@@ -437,7 +437,7 @@ class ContextParallelStrategy:
         own = self._lightning
         check_backend(own._process_group_backend)
         processes = own.num_nodes * own.num_processes
-        refuse_foreign_launcher(own.cluster_environment, own._start_method, processes)
+        check_sweep_launcher(own.cluster_environment, own._start_method, processes)
 
     def _check_world(self) -> None:
         world, rank, own = dist.get_world_size(), dist.get_rank(), self._lightning

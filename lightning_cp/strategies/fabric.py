@@ -77,7 +77,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         if self._checkpoint_io is not None:
             self.checkpoint_io = self._checkpoint_io  # checked
         self.runtime.losses.question = fabric_question()
-        self._guard.look = self.runtime.losses.refuse_unknown
+        self._guard.look = self.runtime.losses.raise_unknown
         self._models = nn.ModuleList()
         self._optimizers: list[Optimizer] = []
         self._steps = 0  # of optimizers

@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.launch.ranks import refuse_foreign_launcher
+from lightning_cp.launch.ranks import check_sweep_launcher
 from lightning_cp.utils.run_folder import config_dir
 from tests.sweeps.programs import run
 from tests.test_train import SMALL
@@ -45,24 +45,24 @@ BASIC = (MULTIRUN, "hydra/launcher=basic")
 def test_other_launchers_are_refused_by_name(sweep: None, name: str) -> None:
     match = f"started by {name}.*The 4 processes .*Add hydra/launcher=lightning_cp"
     with pytest.raises(ConfigError, match=match):
-        refuse_foreign_launcher(LightningEnvironment(), "popen", 4)
+        check_sweep_launcher(LightningEnvironment(), "popen", 4)
 
 
 @pytest.mark.parametrize("sweep", [BASIC], indirect=True)
 def test_what_starts_no_program_again_is_fine(sweep: None) -> None:
-    refuse_foreign_launcher(LightningEnvironment(), "popen", 1)
-    refuse_foreign_launcher(LightningEnvironment(), "fork", 4)
-    refuse_foreign_launcher(TorchElasticEnvironment(), "popen", 4)
+    check_sweep_launcher(LightningEnvironment(), "popen", 1)
+    check_sweep_launcher(LightningEnvironment(), "fork", 4)
+    check_sweep_launcher(TorchElasticEnvironment(), "popen", 4)
 
 
 @pytest.mark.parametrize("sweep", [("hydra.mode=RUN",)], indirect=True)
 def test_a_single_run_is_fine(sweep: None) -> None:
-    refuse_foreign_launcher(LightningEnvironment(), "popen", 4)
+    check_sweep_launcher(LightningEnvironment(), "popen", 4)
 
 
 def test_no_hydra_is_fine() -> None:
     assert not HydraConfig.initialized()
-    refuse_foreign_launcher(LightningEnvironment(), "popen", 4)
+    check_sweep_launcher(LightningEnvironment(), "popen", 4)
 
 
 def test_a_sweep_with_hydras_own_launcher_fails_at_once(tmp_path: Path) -> None:
