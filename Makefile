@@ -7,12 +7,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraint
 STAMPS := $(VENV)/stamps
 ARGS ?=
 
-.PHONY: help train test test-slow test-litgpt litgpt-table test-oldest gpu-check lint clean
+.PHONY: help train test test-all test-litgpt litgpt-table test-oldest gpu-check lint clean
 
 help:
 	@echo "make train      create $(VENV) if needed, then train the main job (ARGS=... for overrides)"
-	@echo "make test       create $(VENV) if needed, then run the tests"
-	@echo "make test-slow  the long suites as well"
+	@echo "make test       create $(VENV) if needed, then run the tests of every change (tests/unit and tests/ranks)"
+	@echo "make test-all   the nightly tests as well: full matrices, mutants, sweeps of models (hours)"
 	@echo "make test-litgpt  the tests of LitGPT's models, in an environment beside $(VENV); make litgpt-table: their errors"
 	@echo "make test-oldest  the tests with the oldest versions that are allowed, in an environment beside $(VENV)"
 	@echo "make gpu-check  tests and figures of a machine with an NVIDIA GPU (nothing is installed)"
@@ -28,18 +28,18 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 test: $(STAMPS)/dev
 	$(PYTEST) --durations 15
 
-test-slow: $(STAMPS)/dev
-	$(PYTEST) -m "slow or not slow"
+test-all: $(STAMPS)/dev
+	$(PYTEST) -m "" tests
 
 LITGPT := $(VENV)-litgpt
-LITGPT_TESTS := tests/models/test_litgpt.py tests/models/test_litgpt_refused.py tests/strategies/test_litgpt.py \
-  tests/optim/test_qk_clip_models.py::test_litgpt
+LITGPT_TESTS := tests/ranks/models/test_litgpt.py tests/ranks/models/test_litgpt_refused.py tests/ranks/models/test_litgpt_training.py \
+  tests/ranks/optim/test_qk_clip_models.py::test_litgpt
 
 test-litgpt: $(LITGPT)/stamp
 	$(LITGPT)/bin/python -m pytest $(LITGPT_TESTS)
 
 litgpt-table: $(LITGPT)/stamp
-	$(LITGPT)/bin/python -m tests.models litgpt
+	$(LITGPT)/bin/python -m tests.nightly.models litgpt
 
 # litgpt wants older versions than $(VENV) has (huggingface_hub, jsonargparse), with which transformers 5 cannot be
 # imported: older ones of all three are installed here, and come before the rest, which is that of $(VENV).

@@ -114,7 +114,7 @@ def _rows(head: Iterable[str], cells: Callable[[Any], list[object]], rows: list[
 
 
 def tests_in(pattern: str) -> Callable[[CheckSizes, Path], Result]:
-    """Return a section that runs the kernel tests in ``tests/kernels`` whose files match a pattern."""
+    """Return a section that runs the kernel tests in ``tests/unit/kernels`` whose files match a pattern."""
 
     def run(sizes: CheckSizes, folder: Path) -> Result:
         name = pattern.removesuffix(".py").rstrip("*")
@@ -129,12 +129,12 @@ def run_tests(pattern: str, results: Path) -> Result:
     Raises:
         RuntimeError: pytest did not start, tests failed, or all tests of a file were skipped.
     """
-    files = sorted(str(path) for path in (Path("tests") / "kernels").glob(pattern))
+    files = sorted(str(path) for path in (Path("tests/unit/kernels")).glob(pattern))
     if not files:
         raise RuntimeError(
-            f"this folder has no tests/kernels/{pattern}. Run gpu-check from the repository."
+            f"this folder has no tests/unit/kernels/{pattern}. Run gpu-check from the repository."
         )
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "slow or not slow", "--tb=short"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "nightly or not nightly", "--tb=short"]
     if find_spec("xdist") is not None:  # compiling is most of the time: many processes at once
         command += ["-n", "8", "--dist", "worksteal"]
     results.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
@@ -13,8 +14,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
-from tests import pool
-from tests.suites import mark_others_slow
+from tests.helpers import pool
+from tests.helpers.suites import mark_others_nightly
+
+pytest_plugins = ["tests.helpers.launch.variables"]
+
+NIGHTLY = Path(__file__).parent / "nightly"
 
 torch.set_num_threads(1)
 # A shell that starts this in the background, or nohup, leaves these ignored, also in what tests start.
@@ -28,19 +33,25 @@ if not torch.cuda.is_available():
 settings.register_profile(
     "suite", max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.register_profile("quick", settings.get_profile("suite"), max_examples=100)
-# For tests.mutants: that an example fails is enough, the simplest one takes long to find.
+settings.register_profile("quick", settings.get_profile("suite"), max_examples=60)
+# For tests.nightly.mutants: that an example fails is enough, the simplest one takes long to find.
 settings.register_profile(
-    "any_failure", settings.get_profile("suite"), phases=[Phase.explicit, Phase.generate]
+    "any_failure", settings.get_profile("quick"), phases=[Phase.explicit, Phase.generate]
 )
 settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """The quick suite tries fewer examples, unless a profile is asked for."""
-    is_quick = config.getoption("markexpr") == "not slow"
+    is_quick = config.getoption("markexpr") == "not nightly"
     if is_quick and not config.getoption("--hypothesis-profile", default=None):
         settings.load_profile("quick")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tests that stand in ``nightly`` are nightly."""
+    if NIGHTLY in item.path.parents:
+        item.add_marker(pytest.mark.nightly)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -48,7 +59,7 @@ def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
     """All cells of a test are here at once, also if the command line names one of them."""
     made = yield
     if isinstance(made, list):
-        mark_others_slow(made)
+        mark_others_nightly(made)
     return made
 
 

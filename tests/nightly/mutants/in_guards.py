@@ -1,0 +1,256 @@
+"""Mistakes in what stops a run: values that are not finite, and signals."""
+
+from __future__ import annotations
+
+from tests.nightly.mutants.mutant import Mutant
+
+FINITE = "lightning_cp/consistency/finite.py"
+TRAINER = "tests/ranks/consistency/test_finite.py::test_a_trainer_stops"
+
+COUNTS = "lightning_cp/loss/counts.py"
+KINDS = "tests/ranks/loss/test_loss_kinds.py::test_"
+LATER = "tests/ranks/parity/test_later_losses.py::test_"
+SEVERAL = "tests/ranks/loss/test_several_counts.py::test_"
+ENDS = "tests/ranks/strategies/test_fabric_ends.py::test_"
+
+CLOSURES = "tests/ranks/strategies/test_closures.py::test_"
+
+GUARD_MUTANTS = (
+    Mutant(
+        "a check leaves its passes in trained weights",
+        "lightning_cp/parity/restore.py",
+        "trained = (p for p in parameters if p.requires_grad and",
+        "trained = (p for p in parameters if not p.requires_grad and",
+        ("tests/ranks/parity/test_left_behind.py::test_the_run_is_the_one_without[MovesWeights]",),
+        "A step that changes its weights trains on other ones than without the check.",
+    ),
+    Mutant(
+        "numbers beside values of whole sequences are left out",
+        "lightning_cp/loss/terms.py",
+        "[] if _is_of_parameters(node) else _numbers_of(node)",
+        "_numbers_of(node) if factors else []",
+        ("tests/unit/loss/test_loss_terms.py::test_numbers_beside_whole_rows_are_told",),
+        "Whole rows times a number that differs a little between ranks train on.",
+    ),
+    Mutant(
+        "ranks send what their own kind of a value needs",
+        "lightning_cp/logging/reduce.py",
+        "if losses and call.key in means_of_all]",
+        "if losses and call.kind in MEANS]",
+        (
+            "tests/ranks/logging/test_log_kinds.py::test_ranks_that_log_a_name_with_other_kinds[ring3]",
+        ),
+        "A rank that logs an integer where another has a float ends the run.",
+    ),
+    Mutant(
+        "closures return the plain mean of ranks",
+        "lightning_cp/runtime/runtime.py",
+        "        mean, is_known = self.step.weighted_mean(own) if one_batch else self._equal_sum(own)\n"
+        "        if",
+        "        mean, is_known = side_by_side([own], self.mesh)[0].mean(0), True\n        if",
+        (f"{CLOSURES}a_search_along_a_closure_is_one_process_s[ring3-fabric]",),
+        "A line search goes along another loss than that of its gradients.",
+    ),
+    Mutant(
+        "data ranks weigh the same in what a closure returns",
+        "lightning_cp/runtime/runtime.py",
+        "mean * loss.data_weight",
+        "mean",
+        (f"{CLOSURES}ranks_with_other_samples_search_alike[tensor]",),
+        "A line search goes along another loss than that of its gradients.",
+    ),
+    Mutant(
+        "gradients of whole rows are not followed",
+        COUNTS,
+        "                node.register_prehook(values.take_gradient)\n",
+        "                pass\n",
+        (f"{KINDS}whole_rows_with_a_rank_s_own_tensor_are_refused[ring 3-whole_by_its_count]",),
+        "A whole sum over the number of a rank's own targets trains on, without a word.",
+    ),
+    Mutant(
+        "the weight of a rank is left in its gradient",
+        COUNTS,
+        "norm_and_projection(x) / self.weighted",
+        "norm_and_projection(x)",
+        (f"{KINDS}whole_rows_with_a_tensor_of_whole_rows_are_exact[hybrid]",),
+        "Right losses of whole rows beside a mean over targets are refused.",
+    ),
+    Mutant(
+        "norms alone",
+        COUNTS,
+        "rows @ _position_weights(rows) + columns @ _position_weights(columns)",
+        "norm",
+        ("tests/unit/loss/test_loss_terms.py::test_a_small_part_of_another_tensor_is_told",),
+        "A regulariser that is wrong in one row of a large table trains on.",
+    ),
+    Mutant(
+        "factors of losses by hand are not compared",
+        "lightning_cp/loss/review.py",
+        "    factors = factors_of(loss, weight.tokens) if follows and not is_known else None\n",
+        "    factors = None\n",
+        (f"{LATER}a_factor_that_ranks_do_not_share_is_compared_with_one_process[2-OfAMask]",),
+        "A mask that leaves out tokens in a later batch trains on, silently.",
+    ),
+    Mutant(
+        "a mean's count is no factor",
+        "lightning_cp/loss/terms.py",
+        "            found.divisors.append(sizes[0] / max(1, sizes[-1]))\n",
+        "            pass\n",
+        (f"{LATER}a_factor_that_ranks_do_not_share_is_compared_with_one_process[3-OfAMasksMean]",),
+        "A mean squared error over chosen tokens trains on, silently.",
+    ),
+    Mutant(
+        "numbers of targets are factors of a rank's own",
+        COUNTS,
+        "all(_is_near(x, ratios[0], limit) for x in ratios)",
+        "False",
+        (f"{LATER}right_factors_cost_no_agreement",),
+        "Right losses by hand are looked at again.",
+    ),
+    Mutant(
+        "state that steps write to is not compared",
+        "lightning_cp/consistency/finite.py",
+        "own=[counts.numbers, state]",
+        "own=[counts.numbers]",
+        (f"{LATER}state_of_a_rank_s_own_tokens_is_warned_of_by_name[3-settings1]",),
+        "A buffer of a rank's own tokens is used with Fabric, without a word.",
+    ),
+    Mutant(
+        "no second look",
+        "lightning_cp/strategies/parity_checks.py",
+        "            self._check_again(micro_batch)\n",
+        "            pass\n",
+        (f"{LATER}what_has_begun_by_the_third_step_is_compared_with_one_process[Centred]",),
+        "State of a rank's own tokens, which the first step does not have, trains on.",
+    ),
+    Mutant(
+        "factors of 0 are counted",
+        "lightning_cp/loss/terms.py",
+        "all(not x for zero, x in pairs if zero)",
+        "sum(zeros) <= sum(self.zeros)",
+        (f"{LATER}a_penalty_that_begins_later_is_compared_with_one_process[Switching]",),
+        "A loss that switches from one term to another is not looked at.",
+    ),
+    Mutant(
+        "a loop that ends leaves its step open",
+        "lightning_cp/strategies/fabric_loops.py",
+        "            runtime.close_step()\n",
+        "            pass\n",
+        (f"{ENDS}models_are_plain_after_a_loop[ring]",),
+        "A model that no run knows attends over the ranks.",
+    ),
+    Mutant(
+        "a declared loss clears others",
+        "lightning_cp/loss/review.py",
+        "        is_clear = _is_known(means) or passes\n",
+        "        is_clear = _is_known(means) or passes\n"
+        "        if weight.is_declared:\n"
+        "            self.note_exact()\n",
+        (f"{KINDS}a_declared_loss_clears_none_that_is_not_declared[3-declared once]",),
+        "After one step that declares, any loss by hand trains on, silently.",
+    ),
+    Mutant(
+        "a check of a declared loss clears others",
+        "lightning_cp/parity/check.py",
+        "[aside.zeros] if aside.needs_fewer_labels else []",
+        "[] if aside.is_known else [aside.zeros]",
+        (
+            f"{LATER}a_penalty_that_begins_later_is_compared_with_one_process[Declaring]",
+            f"{KINDS}a_declared_loss_clears_none_that_is_not_declared[2-checked and declared]",
+        ),
+        "The check of a step that declares lets any loss by hand pass.",
+    ),
+    Mutant(
+        "whole rows are taken for a batch that waits",
+        "lightning_cp/models/handle.py",
+        "        if self.state.waits:\n",
+        "        if False:\n",
+        (f"{ENDS}whole_rows_after_a_batch_that_was_not_used[sharding-peeked]",),
+        "After `break` whole rows attend over the ranks.",
+    ),
+    Mutant(
+        "a call of another model takes up no step",
+        "lightning_cp/models/handle.py",
+        "self._stop_waiting = register_module_forward_pre_hook(look).remove\n",
+        "pass\n",
+        (f"{ENDS}a_step_is_not_ended_early[sharding]",),
+        "A teacher that comes first attends to a rank's part alone.",
+    ),
+    Mutant(
+        "own losses unseen",
+        "lightning_cp/loss/weighting.py",
+        "own = loss if self._own is None else self._own",
+        "own = loss",
+        (f"{TRAINER}[by norm-loss]",),
+        "Every rank is blamed for one rank's loss.",
+    ),
+    Mutant(
+        "finite after clipping only",
+        "lightning_cp/strategies/trainer.py",
+        "call_before_clipping(patches, plugin, self._finalize_gradients)",
+        "pass",
+        (f"{TRAINER}[manual-infinite gradient]",),
+        "Clipping by value makes a number of an infinite gradient, and weights step along it.",
+    ),
+    Mutant(
+        "a norm that overflows is an error",
+        FINITE,
+        "finite = not bad_loss and all(",
+        "finite = False and all(",
+        ("tests/ranks/consistency/test_finite.py::test_large_is_not_infinite",),
+        "A run in which nothing is wrong ends.",
+    ),
+    Mutant(
+        "scalers guarded",
+        FINITE,
+        "looks = self._looks and scaler is None",
+        "looks = self._looks",
+        ("tests/ranks/consistency/test_finite.py::test_left_alone[fp16 scaler]",),
+        "Mixed precision in fp16 ends at the first gradient that its scaler would have skipped.",
+    ),
+    Mutant(
+        "one look per optimizer",
+        FINITE,
+        "        self._voted.clear()\n",
+        "",
+        (f"{TRAINER}[by norm-gradient]",),
+        "Only the first step of a run is looked at.",
+    ),
+    Mutant(
+        "dead ranks are answered once for all",
+        "lightning_cp/launch/rendezvous.py",
+        '            if store.check([f"{_FOLDER}/{own}/knows/{other}"]):',
+        '            if store.check([f"{_FOLDER}/asks/{other}"]):',
+        ("tests/unit/watchdog/test_restarts.py::test_questions_of_the_dead_do_not_count",),
+        "After a restart a rank waits for an answer that rank 0 has given to a dead one.",
+    ),
+    Mutant(
+        "the last count weights every loss of a step",
+        "lightning_cp/loss/weighting.py",
+        "if all(same or not share for same, share in zip(of_ranks, shares, strict=True)):",
+        "if of_ranks is not None:",
+        (
+            f"{SEVERAL}each_loss_is_one_process_s[trained-end-ring3]",
+            f"{SEVERAL}a_sum_of_losses_is_refused",
+        ),
+        "The first loss of a GAN's step is shown by the targets of the second.",
+    ),
+    Mutant(
+        "a sum of losses is averaged by the last count",
+        "lightning_cp/loss/weighting.py",
+        "return self.shares if self._weigh_alike is not None and self._weigh_alike else None",
+        "return self.shares",
+        (f"{SEVERAL}a_sum_of_losses_is_refused",),
+        "Of two losses of other targets a sum is shown that one process does not have.",
+    ),
+    Mutant(
+        "NaN is for ranks without targets alone",
+        "lightning_cp/logging/reduce.py",
+        "[x and y > 0 for x, y in zip(nan, shares, strict=True)]",
+        "[x and not y for x, y in zip(nan, shares, strict=True)]",
+        (
+            "tests/ranks/logging/test_evaluated_counts.py::test_rows_without_targets_on_a_rank_are_said",
+        ),
+        "A mean over rows shows NaN without a word, where one process has a number.",
+    ),
+)

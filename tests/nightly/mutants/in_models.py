@@ -1,0 +1,125 @@
+"""Mutants of what is asked of Hugging Face models."""
+
+from __future__ import annotations
+
+from tests.nightly.mutants.mutant import Mutant
+
+DRAWS = "tests/unit/models/test_token_draws.py"
+HF = "tests/ranks/models/test_hf.py"
+OWN = "lightning_cp/models/hf/own_attention.py"
+MATRIX = "tests/ranks/models/test_matrix.py::test_every_family"
+
+MODEL_MUTANTS = (
+    Mutant(
+        "the compiler looks functions up after they were replaced",
+        "lightning_cp/utils/patching.py",
+        "    if rules is not None:\n",
+        "    if rules is None:\n",
+        (
+            "tests/ranks/strategies/test_compile.py::"
+            "test_blocks_that_call_scaled_dot_product_attention[ring-check]",
+        ),
+        "Compiled blocks have our exchange of attention traced into a graph.",
+    ),
+    Mutant(
+        "each rank looks at its own longest position",
+        "lightning_cp/models/hf/rotary.py",
+        "handle.state.positions.longest)",
+        "int(positions.max()))",
+        (
+            "tests/ranks/models/test_rotary.py::test_ranks_use_the_frequencies_of_the_whole_sequence",
+        ),
+        "Ranks rotate by other frequencies.",
+    ),
+    Mutant(
+        "BLOOM without its bias",
+        OWN,
+        "        alibi_slopes=_slopes(module, q),\n",
+        "",
+        (f"{MATRIX}[bloom-ring 4]",),
+        "Tokens far away count as much as near ones.",
+    ),
+    Mutant(
+        "Falcon's bias is not scaled",
+        OWN,
+        "_slopes(module, q) * module.inv_norm_factor",
+        "_slopes(module, q)",
+        (f"{MATRIX}[falcon_alibi-ring 4]",),
+        "Scores are scaled together with the bias.",
+    ),
+    Mutant(
+        "Falcon's groups are mixed up",
+        OWN,
+        "parts[..., :-2, :].flatten(2, 3), parts[..., -2, :], parts[..., -1, :]",
+        "parts[..., :-2, :].flatten(2, 3), parts[..., -1, :], parts[..., -2, :]",
+        (f"{MATRIX}[falcon_new-ring 4]",),
+        "Keys are taken for values.",
+    ),
+    Mutant(
+        "a forward that is called past its hooks is not completed",
+        "lightning_cp/models/hf/forward.py",
+        "        if past_hooks:\n            args, kwargs = self._complete(model, args, kwargs)\n",
+        "",
+        (f"{HF}::test_a_forward_that_is_called_past_its_hooks[llama-forward]",),
+        "Positions are counted on each rank, and labels shifted there.",
+    ),
+    Mutant(
+        "a compiled model's attention is zeros",
+        "lightning_cp/models/hf/swap.py",
+        "return handle.attention(q, k, v, spec).contiguous(), None",
+        "return handle.attention(q, k, v, spec).mul(0.0), None",
+        ("tests/ranks/models/test_compile.py::test_numbers_are_those_of_one_process[model-ring]",),
+        "Whatever is computed between attention calls would still be right.",
+    ),
+    Mutant(
+        "of a compiled model the loss function is not looked at",
+        "lightning_cp/models/hf/labels.py",
+        "            note(loss, kwargs)\n",
+        "            if not torch.compiler.is_compiling():\n                note(loss, kwargs)\n",
+        (
+            "tests/ranks/strategies/test_compile.py::test_numbers_are_those_of_one_process[trainer-all]",
+        ),
+        "A model whose loss is right would be refused.",
+    ),
+    Mutant(
+        "one process does not isolate declared documents",
+        "lightning_cp/runtime/probe.py",
+        "    if reads_them or not positions.packed:\n",
+        "    if reads_them or positions.packed or True:\n",
+        ("tests/ranks/parity/test_documents.py::test_documents_of_a_plain_module",),
+        "Runs that are well would be stopped before their first step.",
+    ),
+    Mutant(
+        "what rounding moves is allowed a thousand times",
+        "lightning_cp/parity/compare.py",
+        "MARGIN = 2\n",
+        "MARGIN = 2000\n",
+        ("tests/ranks/parity/test_faults.py::test_faults_are_no_rounding",),
+        "In bfloat16 a fault would be taken for rounding.",
+    ),
+    Mutant(
+        "workers' weights are not taken",
+        "lightning_cp/launch/worker_results.py",
+        "loaded = load(state, strict=False)",
+        "loaded = load({}, strict=False)",
+        ("tests/ranks/launch/test_weights_come_back.py::test_of_shards",),
+        "After fit by fork the program has the weights that it began with.",
+    ),
+    Mutant(
+        "targets on one rank are not shifted",
+        "lightning_cp/batch/shard.py",
+        "        added[TARGETS] = shifted.aligned_labels\n",
+        "        added[TARGETS] = shifted.aligned_labels.roll(1, -1)\n",
+        ("tests/ranks/batch/test_positions.py::test_targets_are_there_on_one_rank",),
+        "One device would train on other targets than two.",
+    ),
+    Mutant(
+        "tokens draw by their place on the rank",
+        "lightning_cp/randomness/token_draws.py",
+        "return self._positions[device][self._tile]",
+        "return torch.arange(len(self._positions[device]))[self._tile]",
+        (f"{DRAWS}::test_ranks_draw_together_what_one_draws[dropout]",),
+        "Ranks that share a sample drop the same features of different tokens.",
+    ),
+)
+"""All seeded mutants of them."""

@@ -1,1 +1,0 @@
-"""The profile view: reading traces, figures, files, settings."""

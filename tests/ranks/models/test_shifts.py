@@ -1,0 +1,129 @@
+"""Steps that shift by themselves, and datasets that did so already: each is told once, on one rank."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from inspect import getsource
+from linecache import getline
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_cp.utils.labels import are_shifted, shift
+from tests.helpers.models.steps import Case, make_batch, make_model, start
+from tests.helpers.pool import run_ranks
+
+IDS = torch.randint(0, 43, (3, 37), generator=torch.Generator().manual_seed(2))
+IN_THE_STEP, TWICE = "wrong at every seam", "shifted already"
+
+
+def accuracy(logits: torch.Tensor, batch: Any) -> Any:
+    return (logits[:, :-1].argmax(-1) == batch["labels"][:, 1:]).float().mean()
+
+
+def of_predictions(logits: torch.Tensor, batch: Any) -> Any:
+    return (logits.argmax(-1)[..., :-1] == batch["input_ids"][..., 1:]).float().mean()
+
+
+def of_entropy(logits: torch.Tensor, batch: Any) -> Any:
+    length = logits.shape[1]
+    labels = batch["labels"].clone()
+    return logits[:, : length - 1, :].logsumexp(-1) * (labels[:, 1:length] != -100)
+
+
+def right(logits: torch.Tensor, batch: Any) -> Any:
+    return (logits.argmax(-1) == batch["shift_labels"]).float().mean()
+
+
+def steps_between(logits: torch.Tensor, batch: Any) -> Any:
+    positions = batch["position_ids"]
+    return positions[:, 1:] - positions[:, :-1], logits[:, :-1] - logits[:, 1:]
+
+
+METRICS: dict[str, Callable[..., Any]] = {
+    metric.__name__: metric
+    for metric in (accuracy, of_predictions, of_entropy, right, steps_between)
+}
+
+
+Said = list[tuple[str, str]]
+"""Messages, each with the line of code that it points at."""
+
+
+def said_by(rank: int, world_size: int, metric: str, ulysses: int, shifted: bool) -> Said:
+    """What two steps that train and two that do not are told of, and where."""
+    case = Case()
+    model = make_model(case)
+    runtime = start(ulysses, world_size // ulysses, model)
+    batch = make_batch(case)
+    if shifted:
+        batch["labels"] = shift(batch["input_ids"])
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            for gradients in (True, True, False, False):
+                with torch.set_grad_enabled(gradients):
+                    local = runtime.shard(batch, needs_labels=gradients)
+                    runtime.begin_step()
+                    METRICS[metric](model(**local).logits, local)
+                    runtime.end_step()
+        finally:
+            runtime.detach()
+    assert torch.Tensor.__getitem__ is torch._C.TensorBase.__getitem__
+    return [(str(one.message), getline(one.filename, one.lineno).strip()) for one in seen]
+
+
+@pytest.mark.parametrize(
+    ("metric", "ranks", "ulysses"),
+    [("accuracy", 2, 1), ("of_predictions", 2, 2), ("of_entropy", 4, 2)],
+)
+def test_a_metric_of_shifted_logits_is_told_once(metric: str, ranks: int, ulysses: int) -> None:
+    first, *others = run_ranks(ranks, said_by, metric, ulysses, False)
+    ((message, line),) = first
+    assert IN_THE_STEP in message
+    assert "batch['shift_labels']" in message
+    assert line in getsource(METRICS[metric])
+    assert line.count("1:") == 1
+    assert others == [[]] * (ranks - 1)
+
+
+@pytest.mark.parametrize("metric", ["right", "steps_between"])
+def test_what_does_not_shift_is_told_nothing(metric: str) -> None:
+    assert run_ranks(2, said_by, metric, 1, False) == [[], []]
+
+
+def test_labels_that_are_shifted_already_are_told_once() -> None:
+    first, second = run_ranks(2, said_by, "right", 1, True)
+    ((message, line),) = first
+    assert TWICE in message
+    assert line == "local = runtime.shard(batch, needs_labels=gradients)"
+    assert second == []
+
+
+def half(labels: torch.Tensor) -> torch.Tensor:
+    """As where a prompt has no targets."""
+    return torch.where(torch.arange(37) < 18, -100, labels)
+
+
+@pytest.mark.parametrize(
+    ("labels", "want"),
+    [
+        (shift(IDS), True),
+        (half(shift(IDS)), True),
+        (IDS, False),
+        (half(IDS), False),
+        (IDS.flip(0), None),
+        (torch.full_like(IDS, -100), None),
+        (IDS[:, :-1], None),
+        (IDS[..., None], None),
+    ],
+)
+def test_whether_labels_are_shifted(labels: torch.Tensor, want: bool | None) -> None:
+    assert are_shifted(labels, IDS) is want
+
+
+def test_a_row_of_one_token_tells_nothing() -> None:
+    ones = torch.ones(2, 37, dtype=torch.long)
+    assert are_shifted(ones, ones) is None

@@ -1,0 +1,125 @@
+"""Names: documented ones can be imported, old ones too; and the rules for new ones that a test can hold."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import lightning_cp
+from lightning_cp._moved import MOVED
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "lightning_cp"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+TEXTS = [
+    *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / "configs").rglob("*.yaml"),
+    *(ROOT / "examples").rglob("*.py"),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile", ".ci/run")),
+]
+DOTTED = re.compile(r"(?<![\w./-])(?:lightning_cp|benchmarks)(?:\.[A-Za-z_]\w*)+")
+IMPORTED = re.compile(r"from (lightning_cp[\w.]*) import (\w+(?:, \w+)*)")
+TWINS = {"UlyssesRingStrategy"}
+"""Classes of one name in two files: Lightning names its Trainer's and Fabric's strategies alike."""
+PRIVATE_WORDS = {
+    *("kept", "found", "apart", "together", "answers", "aside", "told", "given", "held", "others"),
+    *(
+        "alone",
+        "agreed",
+        "moved",
+        "noted",
+        "counted",
+        "visible",
+        "gathered",
+        "near",
+        "rest",
+        "unasked",
+    ),
+}
+"""What says nothing to those who have not written it."""
+OPENINGS = ("What", "Who", "Whether", "Which", "How", "Where")
+"""First words of a docstring that should be a noun phrase or an imperative."""
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def documented() -> list[str]:
+    names: set[str] = set()
+    for path in TEXTS:
+        text = path.read_text()
+        names.update(DOTTED.findall(text))
+        for module, several in IMPORTED.findall(text):
+            names.update(f"{module}.{name}" for name in several.split(", "))
+    return sorted(name for name in names if not name.endswith(".md"))
+
+
+def find(name: str) -> object:
+    """The object of a dotted name: the longest part that is a module, and its attributes."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found: object = import_module(".".join(parts[:count]))
+        except ModuleNotFoundError as missing:
+            if missing.name is None or not name.startswith(missing.name):
+                raise
+            continue
+        for attribute in parts[count:]:
+            found = getattr(found, attribute)
+        return found
+    raise ModuleNotFoundError(name)
+
+
+@pytest.mark.parametrize("name", documented())
+def test_documented_names_can_be_imported(name: str) -> None:
+    find(name)
+
+
+@pytest.mark.parametrize("name", lightning_cp.__all__)
+def test_public_names_can_be_imported(name: str) -> None:
+    assert getattr(lightning_cp, name).__module__.startswith("lightning_cp.")
+
+
+@pytest.mark.parametrize(("old", "present"), MOVED.items(), ids=MOVED)
+def test_old_names_are_the_same_modules(old: str, present: str) -> None:
+    assert import_module(old) is import_module(present)
+    assert import_module(old).__spec__.name == present  # type: ignore[union-attr]
+
+
+def test_files_of_a_moved_package_are_not_run_twice() -> None:
+    old = import_module("lightning_cp.train.callbacks")
+    assert old is import_module("lightning_cp.apps.train.callbacks")
+
+
+def test_a_class_name_stands_for_one_class() -> None:
+    homes: dict[str, list[str]] = defaultdict(list)
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name not in TWINS:
+                homes[node.name].append(str(path.relative_to(ROOT)))
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+
+
+def test_names_of_modules_say_what_is_inside() -> None:
+    parts = {part for path in SOURCES for part in path.relative_to(PACKAGE).with_suffix("").parts}
+    assert parts & PRIVATE_WORDS == set()
+
+
+def test_a_file_is_one_concept() -> None:
+    lines = {path: len(path.read_text().splitlines()) for path in SOURCES}
+    assert {path: count for path, count in lines.items() if count > 600} == {}
+
+
+def openings_of(path: Path) -> list[str]:
+    """The first lines of a file's docstrings that open with a question word."""
+    nodes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, DOCUMENTED))
+    lines = ((ast.get_docstring(node) or "").partition("\n")[0] for node in nodes)
+    return [line for line in lines if re.split(r"\W", line, maxsplit=1)[0] in OPENINGS]
+
+
+def test_docstrings_open_with_a_noun_or_a_verb() -> None:
+    found = {str(path.relative_to(PACKAGE)): openings_of(path) for path in SOURCES}
+    assert {name: x for name, x in found.items() if x} == {}
