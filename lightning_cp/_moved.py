@@ -39,6 +39,9 @@ MOVED = {
     "lightning_cp.bench.side_by_side": "benchmarks.side_by_side",
     "lightning_cp.bench.step_overhead": "benchmarks.step_overhead",
     "lightning_cp.plan.measured_cost": "benchmarks.plan_validation.cost",
+    "lightning_cp.apps.compare.groups_report": "lightning_cp.apps.compare.groups",
+    "lightning_cp.apps.compare.report": "lightning_cp.apps.compare.runs",
+    "lightning_cp.apps.compare.matrix": "lightning_cp.apps.compare.__main__",
 }
 """Old name -> present name, of a module or of a package with all that is in it."""
 
@@ -56,7 +59,8 @@ def present_name(old: str) -> str | None:
     package, rest = old, ""
     while package:
         if package in MOVED:
-            return MOVED[package] + rest
+            present = MOVED[package] + rest
+            return present_name(present) or present
         package, dot, last = package.rpartition(".")
         rest = dot + last + rest
     return None

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_cp.apps.compare.__main__ import compare
-from lightning_cp.apps.compare.matrix import repeat_for_seeds
+from lightning_cp.apps.compare.__main__ import compare, repeat_for_seeds
 from lightning_cp.errors import ConfigError
 from tests.compare.test_compare import command
 from tests.test_train import SMALL
