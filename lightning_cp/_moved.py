@@ -42,6 +42,13 @@ MOVED = {
     "lightning_cp.apps.compare.groups_report": "lightning_cp.apps.compare.groups",
     "lightning_cp.apps.compare.report": "lightning_cp.apps.compare.runs",
     "lightning_cp.apps.compare.matrix": "lightning_cp.apps.compare.__main__",
+    "lightning_cp.apps.data.corpus": "lightning_cp.apps.data",
+    "lightning_cp.apps.data.module": "lightning_cp.apps.data",
+    "lightning_cp.apps.train.failure": "lightning_cp.apps.train.report",
+    "lightning_cp.apps.train.callbacks": "lightning_cp.apps.train.run",
+    "lightning_cp.planner.export": "lightning_cp.apps.plan.write",
+    "lightning_cp.planner.advice": "lightning_cp.apps.plan.report",
+    "lightning_cp.planner.comm_volume": "lightning_cp.planner.time_model",
 }
 """Old name -> present name, of a module or of a package with all that is in it."""
 

@@ -90,8 +90,8 @@ def test_old_names_are_the_same_modules(old: str, present: str) -> None:
 
 
 def test_files_of_a_moved_package_are_not_run_twice() -> None:
-    old = import_module("lightning_cp.train.callbacks")
-    assert old is import_module("lightning_cp.apps.train.callbacks")
+    old = import_module("lightning_cp.train.resume")
+    assert old is import_module("lightning_cp.apps.train.resume")
 
 
 def test_a_class_name_stands_for_one_class() -> None:
