@@ -44,10 +44,10 @@ from lightning_cp.bench.methods import (
     ContextParallelMethod,
     ShardedMethod,
     Step,
+    check_case,
     context_parallel_methods,
 )
 from lightning_cp.bench.processes import on_ranks
-from lightning_cp.bench.selection import check_case
 from lightning_cp.bench.timers import (
     Figure,
     Samples,

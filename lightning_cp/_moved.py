@@ -49,6 +49,9 @@ MOVED = {
     "lightning_cp.planner.export": "lightning_cp.apps.plan.write",
     "lightning_cp.planner.advice": "lightning_cp.apps.plan.report",
     "lightning_cp.planner.comm_volume": "lightning_cp.planner.time_model",
+    "lightning_cp.bench.tables": "lightning_cp.bench.report",
+    "lightning_cp.bench.selection": "lightning_cp.bench.methods",
+    "lightning_cp.bench.overheads": "lightning_cp.bench.model_step",
 }
 """Old name -> present name, of a module or of a package with all that is in it."""
 

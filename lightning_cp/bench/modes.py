@@ -30,8 +30,8 @@ from lightning_cp.bench.methods import (
     AttentionMethod,
     ContextParallelMethod,
     Step,
+    chosen_methods,
 )
-from lightning_cp.bench.selection import chosen_methods
 from lightning_cp.bench.settings import BenchSettings
 from lightning_cp.bench.timers import (
     Figure,

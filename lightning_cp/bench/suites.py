@@ -9,13 +9,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_cp.bench import kernels, selection
+from lightning_cp.bench import kernels, methods
 from lightning_cp.bench.compute import measure_compute
 from lightning_cp.bench.hardware_json import this_machine
 from lightning_cp.bench.kernels import measure_kernels
 from lightning_cp.bench.links import measure_links
+from lightning_cp.bench.model_step import measure_overheads
 from lightning_cp.bench.modes import measure_modes
-from lightning_cp.bench.overheads import measure_overheads
 from lightning_cp.bench.report import BenchReport
 from lightning_cp.bench.settings import BenchSettings
 
@@ -39,9 +39,9 @@ def check(settings: BenchSettings) -> None:
     """
     kernels.check(settings)
     if {"links", "modes"} & set(settings.suites):
-        selection.check_devices(settings)
+        methods.check_devices(settings)
     if "modes" in settings.suites:
-        selection.check(settings)
+        methods.check(settings)
 
 
 def run(settings: BenchSettings, folder: Path) -> None:
