@@ -52,6 +52,12 @@ MOVED = {
     "lightning_cp.bench.tables": "lightning_cp.bench.report",
     "lightning_cp.bench.selection": "lightning_cp.bench.methods",
     "lightning_cp.bench.overheads": "lightning_cp.bench.model_step",
+    "lightning_cp.checkpoint.lazy_tree": "lightning_cp.checkpoint.read",
+    "lightning_cp.checkpoint.latest": "lightning_cp.checkpoint.read",
+    "lightning_cp.checkpoint.optimizers": "lightning_cp.checkpoint.restore",
+    "lightning_cp.checkpoint.shard_file": "lightning_cp.checkpoint.sharded",
+    "lightning_cp.checkpoint.pretrained.writer": "lightning_cp.checkpoint.pretrained.files",
+    "lightning_cp.checkpoint.pretrained.dcp": "lightning_cp.checkpoint.pretrained.reader",
 }
 """Old name -> present name, of a module or of a package with all that is in it."""
 

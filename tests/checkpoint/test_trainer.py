@@ -9,8 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_cp.checkpoint.latest import latest_checkpoint
-from lightning_cp.checkpoint.read import open_checkpoint
+from lightning_cp.checkpoint.read import latest_checkpoint, open_checkpoint
 from tests.checkpoint.cases import cases
 from tests.checkpoint.states import same
 from tests.pool import run_ranks
