@@ -58,6 +58,15 @@ MOVED = {
     "lightning_cp.checkpoint.shard_file": "lightning_cp.checkpoint.sharded",
     "lightning_cp.checkpoint.pretrained.writer": "lightning_cp.checkpoint.pretrained.files",
     "lightning_cp.checkpoint.pretrained.dcp": "lightning_cp.checkpoint.pretrained.reader",
+    "lightning_cp.launch.rendezvous": "lightning_cp.launch.ranks",
+    "lightning_cp.models.call_scope": "lightning_cp.models.swap",
+    "lightning_cp.models.loss_functions": "lightning_cp.models.swap",
+    "lightning_cp.models.hf.rotary": "lightning_cp.models.hf.positions",
+    "lightning_cp.optim.exchange": "lightning_cp.optim.matrix_step",
+    "lightning_cp.optim.settings": "lightning_cp.optim.parameters",
+    "lightning_cp.parity.uneven": "lightning_cp.parity.batches",
+    "lightning_cp.profile.trace": "lightning_cp.profile.timeline",
+    "lightning_cp.profile.summary": "lightning_cp.profile.report",
 }
 """Old name -> present name, of a module or of a package with all that is in it."""
 

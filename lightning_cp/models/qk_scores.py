@@ -1,7 +1,7 @@
 """Largest scores of a model's attention calls, reported per module (for QK-clip).
 
 An attention call does not name its module, so hooks track which module is being called, as in
-``lightning_cp.models.call_scope``. While scores are collected, every call that needs a gradient runs on a
+``lightning_cp.models.swap``. While scores are collected, every call that needs a gradient runs on a
 kernel that returns its largest scores, or is followed by a pass for these alone. That includes recomputation
 in backward, which runs blocks without the modules around them, so that the same kernel computes both.
 """

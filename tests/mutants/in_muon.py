@@ -26,7 +26,7 @@ MUON_MUTANTS = (
     ),
     Mutant(
         "results of other copies are not taken",
-        f"{OPTIM}/exchange.py",
+        f"{OPTIM}/matrix_step.py",
         "            self._take_all(_split(posted.wait(), some, [grid.part] * len(some)))",
         "            message = posted.wait()\n"
         "            if copy == grid.copy:\n"
@@ -36,7 +36,7 @@ MUON_MUTANTS = (
     ),
     Mutant(
         "results are not given back to other parts",
-        f"{OPTIM}/exchange.py",
+        f"{OPTIM}/matrix_step.py",
         "            self._held.update(_split(self._posted.wait(), some, [grid.part] * len(some)))",
         "            self._posted.wait()",
         (f"{SHARDINGS}[fsdp 2]",),
@@ -86,7 +86,7 @@ MUON_MUTANTS = (
     ),
     Mutant(
         "results are sent to other copies after the next computation",
-        f"{OPTIM}/exchange.py",
+        f"{OPTIM}/matrix_step.py",
         "            for one in copied:\n                one.post()\n            results = {",
         "            results = {",
         ("tests/optim/test_pipeline.py::test_copies_are_sent_while_the_next_round_is_computed",),
