@@ -44,9 +44,9 @@ from lightning_cp.bench.methods import (
     ContextParallelMethod,
     ShardedMethod,
     Step,
-    check_case,
     context_parallel_methods,
 )
+from lightning_cp.bench.modes import check_case
 from lightning_cp.bench.processes import on_ranks
 from lightning_cp.bench.timers import (
     Figure,

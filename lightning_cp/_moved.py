@@ -50,7 +50,6 @@ MOVED = {
     "lightning_cp.planner.advice": "lightning_cp.apps.plan.report",
     "lightning_cp.planner.comm_volume": "lightning_cp.planner.time_model",
     "lightning_cp.bench.tables": "lightning_cp.bench.report",
-    "lightning_cp.bench.selection": "lightning_cp.bench.methods",
     "lightning_cp.bench.overheads": "lightning_cp.bench.model_step",
     "lightning_cp.checkpoint.lazy_tree": "lightning_cp.checkpoint.read",
     "lightning_cp.checkpoint.latest": "lightning_cp.checkpoint.read",
@@ -67,6 +66,13 @@ MOVED = {
     "lightning_cp.parity.uneven": "lightning_cp.parity.batches",
     "lightning_cp.profile.trace": "lightning_cp.profile.timeline",
     "lightning_cp.profile.summary": "lightning_cp.profile.report",
+    "lightning_cp.resume.replay": "lightning_cp.resume.record",
+    "lightning_cp.throughput.options": "lightning_cp.throughput.work",
+    "lightning_cp.utils.module_hooks": "lightning_cp.utils.patching",
+    "lightning_cp.watchdog.client": "lightning_cp.watchdog.thread",
+    "lightning_cp.watchdog.server": "lightning_cp.watchdog.thread",
+    "lightning_cp.comm.object_broadcast": "lightning_cp.comm.consensus",
+    "lightning_cp.bench.selection": "lightning_cp.bench.modes",
 }
 """Old name -> present name, of a module or of a package with all that is in it."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_cp.bench import kernels, methods
+from lightning_cp.bench import kernels, modes
 from lightning_cp.bench.compute import measure_compute
 from lightning_cp.bench.hardware_json import this_machine
 from lightning_cp.bench.kernels import measure_kernels
@@ -39,9 +39,9 @@ def check(settings: BenchSettings) -> None:
     """
     kernels.check(settings)
     if {"links", "modes"} & set(settings.suites):
-        methods.check_devices(settings)
+        modes.check_devices(settings)
     if "modes" in settings.suites:
-        methods.check(settings)
+        modes.check(settings)
 
 
 def run(settings: BenchSettings, folder: Path) -> None:

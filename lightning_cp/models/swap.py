@@ -46,8 +46,7 @@ from lightning_cp.models.hf.swap import swap_hf
 from lightning_cp.models.litgpt import check_no_local_attention, litgpt_models, swap_litgpt
 from lightning_cp.models.sdpa import SDPA, sdpa_replacements
 from lightning_cp.utils.autograd_notes import Count, note_mean
-from lightning_cp.utils.module_hooks import add_hook
-from lightning_cp.utils.patching import ChainedPatch, ReplacedFunction
+from lightning_cp.utils.patching import ChainedPatch, ReplacedFunction, add_hook
 from lightning_cp.utils.tracing import exclude_from_compile
 
 CountTargets = Callable[..., Count | None]

@@ -25,7 +25,7 @@ from lightning_cp.models.hf.labels import is_same_labels
 from lightning_cp.models.swap import hf_models
 from lightning_cp.utils.containers import map_tensors, tensors_of
 from lightning_cp.utils.labels import IGNORED_LABEL
-from lightning_cp.utils.module_hooks import add_hook
+from lightning_cp.utils.patching import add_hook
 
 
 def batch_window(batch: Any, rules: BatchRules, tokens: int, divisor: int) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_cp.comm.object_broadcast import broadcast_packed, pack
+from lightning_cp.comm.consensus import broadcast_packed, pack
 from lightning_cp.utils.containers import tensors_of
 from tests.pool import run_ranks
 from tests.test_containers import CONTAINERS, tensor
