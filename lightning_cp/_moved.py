@@ -73,6 +73,10 @@ MOVED = {
     "lightning_cp.watchdog.server": "lightning_cp.watchdog.thread",
     "lightning_cp.comm.object_broadcast": "lightning_cp.comm.consensus",
     "lightning_cp.bench.selection": "lightning_cp.bench.modes",
+    "lightning_cp.kernels.triton.tiles": "lightning_cp.kernels.triton.launch",
+    "lightning_cp.kernels.triton.scores": "lightning_cp.kernels.triton.device",
+    "lightning_cp.kernels.triton.forward": "lightning_cp.kernels.triton.device",
+    "lightning_cp.kernels.triton.backward": "lightning_cp.kernels.triton.device",
 }
 """Old name -> present name, of a module or of a package with all that is in it."""
 
