@@ -49,7 +49,7 @@ MOVED = {
     "lightning_cp.planner.export": "lightning_cp.apps.plan.write",
     "lightning_cp.planner.advice": "lightning_cp.apps.plan.report",
     "lightning_cp.planner.comm_volume": "lightning_cp.planner.time_model",
-    "lightning_cp.bench.tables": "lightning_cp.bench.report",
+    "lightning_cp.bench.tables": "lightning_cp.bench.suites",
     "lightning_cp.bench.overheads": "lightning_cp.bench.model_step",
     "lightning_cp.checkpoint.lazy_tree": "lightning_cp.checkpoint.read",
     "lightning_cp.checkpoint.latest": "lightning_cp.checkpoint.read",
@@ -77,6 +77,9 @@ MOVED = {
     "lightning_cp.kernels.triton.scores": "lightning_cp.kernels.triton.device",
     "lightning_cp.kernels.triton.forward": "lightning_cp.kernels.triton.device",
     "lightning_cp.kernels.triton.backward": "lightning_cp.kernels.triton.device",
+    "lightning_cp.models.guards.label_shifts": "lightning_cp.models.guards.training_steps",
+    "lightning_cp.models.guards.training_noise": "lightning_cp.models.guards.training_steps",
+    "lightning_cp.bench.report": "lightning_cp.bench.suites",
 }
 """Old name -> present name, of a module or of a package with all that is in it."""
 

@@ -226,9 +226,7 @@ class StepMetrics(Callback):
         self.seconds = 0.0
         self._started = 0.0
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         """Start the step's clock."""
         self._started = time.perf_counter()
 
@@ -239,12 +237,7 @@ class StepMetrics(Callback):
         pl_module.log("train/grad_norm", gradient_norm(pl_module.parameters()).float())
 
     def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any
     ) -> None:
         """Log the metrics of the step's loss and time."""
         loss = float(trainer.callback_metrics["train/loss"])  # waits for the device
@@ -288,12 +281,7 @@ class MuonReport(Callback):
             print_once(optimizer.table())
 
     def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any
     ) -> None:
         """Log the step's clipping; it is the same on every rank."""
         for optimizer in _muons(trainer):
