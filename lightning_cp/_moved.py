@@ -80,6 +80,8 @@ MOVED = {
     "lightning_cp.models.guards.label_shifts": "lightning_cp.models.guards.training_steps",
     "lightning_cp.models.guards.training_noise": "lightning_cp.models.guards.training_steps",
     "lightning_cp.bench.report": "lightning_cp.bench.suites",
+    "lightning_cp.kernels.aten_cpu": "lightning_cp.kernels.aten",
+    "lightning_cp.kernels.aten_cuda": "lightning_cp.kernels.aten",
 }
 """Old name -> present name, of a module or of a package with all that is in it."""
 

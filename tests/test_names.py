@@ -85,6 +85,8 @@ def test_public_names_can_be_imported(name: str) -> None:
 
 @pytest.mark.parametrize(("old", "present"), MOVED.items(), ids=MOVED)
 def test_old_names_are_the_same_modules(old: str, present: str) -> None:
+    if ".triton." in present:
+        pytest.importorskip("triton")
     assert import_module(old) is import_module(present)
     assert import_module(old).__spec__.name == present  # type: ignore[union-attr]
 
