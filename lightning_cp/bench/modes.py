@@ -1,4 +1,4 @@
-"""Every way to share one attention call among the ranks, with compute and communication timed separately.
+"""Every selected way to share one attention call, with compute and communication timed separately.
 
 The call of a plan that the ranks agreed on is timed, as in a strategy's step. Times are of the slowest rank
 of each repeat, the minimum of the repeats.

@@ -1,4 +1,4 @@
-"""Time of a training step from its compute, memory traffic and communication, and CPU time of all ranks.
+"""Time of a training step from its compute, memory traffic and bytes sent, and CPU time of all ranks.
 
 Per layer and sequence, forward: matrix products, attention with its exchange over the ring (the longer of
 compute and transfer of every hop), memory traffic around them, the exchanges that nothing hides (Ulysses,

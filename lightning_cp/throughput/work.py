@@ -1,5 +1,7 @@
-"""Tokens and model FLOPs of a data rank's training steps, over whole samples, from observed attention "
-"calls."""
+"""Tokens and model FLOPs of a data rank's training steps, over whole samples; the settings of their count.
+
+FLOPs come from observed attention calls. Ranks of a run add exact sums; the peak of MFU is its devices'.
+"""
 
 from __future__ import annotations
 
