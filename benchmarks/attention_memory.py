@@ -28,7 +28,7 @@ from lightning_cp.bench.methods import (
     ContextParallelMethod,
     context_parallel_methods,
 )
-from lightning_cp.kernels.aten_cuda import AtenCudaFlash
+from lightning_cp.kernels.aten import AtenCudaFlash
 from lightning_cp.kernels.protocol import accumulate_dtype
 from lightning_cp.kernels.varlen import PackRule
 from lightning_cp.layout import attention_memory

@@ -15,8 +15,8 @@ from itertools import chain
 
 from benchmarks.one_process import OneProcess
 from lightning_cp.bench.methods import AttentionCase, AttentionMethod, context_parallel_methods
+from lightning_cp.bench.modes import check_case
 from lightning_cp.bench.processes import on_ranks
-from lightning_cp.bench.selection import check_case
 from lightning_cp.bench.timers import Figure, Samples, cpu_of_all, measure
 from lightning_cp.errors import ConfigError
 from lightning_cp.utils import console as table

@@ -32,15 +32,16 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
 from benchmarks.step_memory import process_memory, reset_peak
 from lightning_cp.bench.processes import on_ranks
-from lightning_cp.checkpoint.pretrained.files import INDEX, open_weight_files
-from lightning_cp.checkpoint.pretrained.load import load_pretrained
-from lightning_cp.checkpoint.pretrained.plan import LoadPlan, plan_load
-from lightning_cp.checkpoint.pretrained.writer import (
+from lightning_cp.checkpoint.pretrained.files import (
+    INDEX,
     TensorFile,
     TensorSpec,
     index_text,
+    open_weight_files,
     split_into_files,
 )
+from lightning_cp.checkpoint.pretrained.load import load_pretrained
+from lightning_cp.checkpoint.pretrained.plan import LoadPlan, plan_load
 from lightning_cp.errors import ConfigError
 from lightning_cp.utils import console as table
 from lightning_cp.utils.command_help import argument_parser

@@ -46,8 +46,8 @@ from lightning_cp.bench.methods import (
     Step,
     context_parallel_methods,
 )
+from lightning_cp.bench.modes import check_case
 from lightning_cp.bench.processes import on_ranks
-from lightning_cp.bench.selection import check_case
 from lightning_cp.bench.timers import (
     Figure,
     Samples,

@@ -39,6 +39,49 @@ MOVED = {
     "lightning_cp.bench.side_by_side": "benchmarks.side_by_side",
     "lightning_cp.bench.step_overhead": "benchmarks.step_overhead",
     "lightning_cp.plan.measured_cost": "benchmarks.plan_validation.cost",
+    "lightning_cp.apps.compare.groups_report": "lightning_cp.apps.compare.groups",
+    "lightning_cp.apps.compare.report": "lightning_cp.apps.compare.runs",
+    "lightning_cp.apps.compare.matrix": "lightning_cp.apps.compare.__main__",
+    "lightning_cp.apps.data.corpus": "lightning_cp.apps.data",
+    "lightning_cp.apps.data.module": "lightning_cp.apps.data",
+    "lightning_cp.apps.train.failure": "lightning_cp.apps.train.report",
+    "lightning_cp.apps.train.callbacks": "lightning_cp.apps.train.run",
+    "lightning_cp.planner.export": "lightning_cp.apps.plan.write",
+    "lightning_cp.planner.advice": "lightning_cp.apps.plan.report",
+    "lightning_cp.planner.comm_volume": "lightning_cp.planner.time_model",
+    "lightning_cp.bench.tables": "lightning_cp.bench.suites",
+    "lightning_cp.bench.overheads": "lightning_cp.bench.model_step",
+    "lightning_cp.checkpoint.lazy_tree": "lightning_cp.checkpoint.read",
+    "lightning_cp.checkpoint.latest": "lightning_cp.checkpoint.read",
+    "lightning_cp.checkpoint.optimizers": "lightning_cp.checkpoint.restore",
+    "lightning_cp.checkpoint.shard_file": "lightning_cp.checkpoint.sharded",
+    "lightning_cp.checkpoint.pretrained.writer": "lightning_cp.checkpoint.pretrained.files",
+    "lightning_cp.checkpoint.pretrained.dcp": "lightning_cp.checkpoint.pretrained.reader",
+    "lightning_cp.launch.rendezvous": "lightning_cp.launch.ranks",
+    "lightning_cp.models.call_scope": "lightning_cp.models.swap",
+    "lightning_cp.models.loss_functions": "lightning_cp.models.swap",
+    "lightning_cp.models.hf.rotary": "lightning_cp.models.hf.positions",
+    "lightning_cp.optim.exchange": "lightning_cp.optim.matrix_step",
+    "lightning_cp.optim.settings": "lightning_cp.optim.parameters",
+    "lightning_cp.parity.uneven": "lightning_cp.parity.batches",
+    "lightning_cp.profile.trace": "lightning_cp.profile.timeline",
+    "lightning_cp.profile.summary": "lightning_cp.profile.report",
+    "lightning_cp.resume.replay": "lightning_cp.resume.record",
+    "lightning_cp.throughput.options": "lightning_cp.throughput.work",
+    "lightning_cp.utils.module_hooks": "lightning_cp.utils.patching",
+    "lightning_cp.watchdog.client": "lightning_cp.watchdog.thread",
+    "lightning_cp.watchdog.server": "lightning_cp.watchdog.thread",
+    "lightning_cp.comm.object_broadcast": "lightning_cp.comm.consensus",
+    "lightning_cp.bench.selection": "lightning_cp.bench.modes",
+    "lightning_cp.kernels.triton.tiles": "lightning_cp.kernels.triton.launch",
+    "lightning_cp.kernels.triton.scores": "lightning_cp.kernels.triton.device",
+    "lightning_cp.kernels.triton.forward": "lightning_cp.kernels.triton.device",
+    "lightning_cp.kernels.triton.backward": "lightning_cp.kernels.triton.device",
+    "lightning_cp.models.guards.label_shifts": "lightning_cp.models.guards.training_steps",
+    "lightning_cp.models.guards.training_noise": "lightning_cp.models.guards.training_steps",
+    "lightning_cp.bench.report": "lightning_cp.bench.suites",
+    "lightning_cp.kernels.aten_cpu": "lightning_cp.kernels.aten",
+    "lightning_cp.kernels.aten_cuda": "lightning_cp.kernels.aten",
 }
 """Old name -> present name, of a module or of a package with all that is in it."""
 
@@ -56,7 +99,8 @@ def present_name(old: str) -> str | None:
     package, rest = old, ""
     while package:
         if package in MOVED:
-            return MOVED[package] + rest
+            present = MOVED[package] + rest
+            return present_name(present) or present
         package, dot, last = package.rpartition(".")
         rest = dot + last + rest
     return None

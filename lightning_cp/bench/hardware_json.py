@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_cp.bench.compute import ComputeRow
 from lightning_cp.bench.kernels import KernelRow
 from lightning_cp.bench.links import LinkRow
-from lightning_cp.bench.overheads import OverheadRow
+from lightning_cp.bench.model_step import OverheadRow
 from lightning_cp.bench.settings import BenchSettings, cores
 from lightning_cp.comm.consensus import World
 from lightning_cp.planner.hardware import ComputeRate, Hardware, KernelRate, LinkRate, OverheadRate

@@ -1,4 +1,4 @@
-"""Every way to share one attention call among the ranks, with compute and communication timed separately.
+"""Every selected way to share one attention call, with compute and communication timed separately.
 
 The call of a plan that the ranks agreed on is timed, as in a strategy's step. Times are of the slowest rank
 of each repeat, the minimum of the repeats.
@@ -17,21 +17,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
 
 from lightning_cp.attention.function import attend
 from lightning_cp.attention.plan import AttentionPlan, make_plan
-from lightning_cp.bench.kernels import KernelPasses, kernel_passes, request_of
+from lightning_cp.bench.kernels import KernelPasses, check_heads, kernel_passes, request_of
 from lightning_cp.bench.methods import (
     BACKWARD_FLOPS,
     AttentionCase,
     AttentionMethod,
     ContextParallelMethod,
     Step,
+    context_parallel_methods,
 )
-from lightning_cp.bench.selection import chosen_methods
 from lightning_cp.bench.settings import BenchSettings
 from lightning_cp.bench.timers import (
     Figure,
@@ -45,12 +47,118 @@ from lightning_cp.bench.timers import (
     wall_of_slowest,
 )
 from lightning_cp.comm.consensus import World
+from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.merge import Accumulator, GradientSums
 from lightning_cp.kernels.protocol import QKV, Capabilities, Kernel, Merged, Scores
 from lightning_cp.kernels.select import select_kernel
 from lightning_cp.layout import Tile
 from lightning_cp.layout.axes import Axis, Flat
 from lightning_cp.mesh import ContextParallelMesh
+
+
+def check_devices(settings: BenchSettings) -> None:
+    """Check that there is more than one device.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if settings.devices == 1:
+        raise ConfigError(
+            "links and modes are about devices that work together, and there is one. Take "
+            "suites=[kernels,compute,overheads], or more devices."
+        )
+
+
+def check(settings: BenchSettings) -> None:
+    """Check that a selected way can share each case, before any process starts.
+
+    Raises:
+        ConfigError: lengths that do not divide, unknown names, or no way that can share a case.
+    """
+    cases = settings.cases(settings.devices)
+    for case in cases:
+        check_case(case)
+    case, *_ = cases
+    obstacles = {way.name: way.obstacle(case) for way in chosen_methods(settings, case)}
+    if all(obstacles.values()):
+        told = "; ".join(f"{name}: {why}" for name, why in obstacles.items())
+        raise ConfigError(f"none of the modes can share the sequence. {told}.")
+
+
+def check_case(case: AttentionCase) -> None:
+    """Check that a case can be shared evenly, whatever the way.
+
+    Raises:
+        ConfigError: heads that do not fit, or a length that does not divide; the message says what works.
+    """
+    check_heads(case.heads, case.kv_heads)
+    chunks = 2 * case.ranks
+    below = case.tokens // chunks * chunks
+    if below < case.tokens:
+        near = f"{below} or {below + chunks}" if below else str(chunks)
+        raise ConfigError(
+            f"tokens={case.tokens} does not divide into 2 chunks for each of {case.ranks} ranks, and padding "
+            f"would be measured along. {near} works."
+        )
+
+
+def chosen_methods(settings: BenchSettings, case: AttentionCase) -> list[AttentionMethod]:
+    """Return the ways that ``settings.modes`` names; by default ours and those of installed packages.
+
+    Ours have the layout of the case, and include it in their names for packed documents.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    ours = [
+        replace(way, kernel=settings.kernel) for way in context_parallel_methods(settings.devices)
+    ]
+    every: list[AttentionMethod] = [*ours, *_peers(case)]
+    for name in settings.modes:
+        if not any(name in _names_of(way) for way in every):
+            raise ConfigError(_unknown(name, settings.devices, every))
+    chosen = [way for way in every if not settings.modes or _names_of(way) & set(settings.modes)]
+    return [
+        way.with_layout_of(case) if isinstance(way, ContextParallelMethod) else way
+        for way in chosen
+    ]
+
+
+def _peers(case: AttentionCase) -> list[AttentionMethod]:
+    """Return the installed other implementations; only a checkout can measure them, not the wheel."""
+    if not _has_peers():
+        return []
+    return import_module("benchmarks.peers.registry").peer_ways(case)
+
+
+def _has_peers() -> bool:
+    return find_spec("benchmarks") is not None and find_spec("benchmarks.peers") is not None
+
+
+_ELSEWHERE = " Other implementations are measured in a checkout of this project."
+
+
+def _unknown(name: str, ranks: int, every: Sequence[AttentionMethod]) -> str:
+    families = ", ".join(sorted({"ours", *map(_family, every)}))
+    whole = "; ".join(way.name for way in every)
+    more = " hybrid needs 4 devices." if name == "hybrid" and ranks < 4 else ""
+    return (
+        f"modes names {name}, but on {ranks} ranks there are {families}, or by their whole names {whole}."
+        f"{more}{'' if _has_peers() else _ELSEWHERE}"
+    )
+
+
+def _family(way: AttentionMethod) -> str:
+    words = way.name.split()
+    return words[-1] if isinstance(way, ContextParallelMethod) and words[-1] == "ring" else words[0]
+
+
+def _names_of(way: AttentionMethod) -> set[str]:
+    """Return the names that select a way: its full name; for ours each word of it, for others the package."""
+    words = way.name.split()
+    if not isinstance(way, ContextParallelMethod):
+        return {way.name, *words[:1]}
+    return {way.name, replace(way, layout="balanced").name, "ours", *words}
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from lightning_cp.checkpoint.atomic import display_path
 from lightning_cp.checkpoint.full import OBJECTS_KEY
-from lightning_cp.checkpoint.latest import saved_at, set_saved_at
 from lightning_cp.checkpoint.manifest import SaveInfo
-from lightning_cp.checkpoint.read import open_checkpoint
+from lightning_cp.checkpoint.read import open_checkpoint, saved_at, set_saved_at
 from lightning_cp.checkpoint.save import save_checkpoint
 from lightning_cp.comm.consensus import error_summary
 from lightning_cp.errors import CheckpointError

@@ -1,17 +1,23 @@
-"""Opening of a checkpoint of either form: it is verified first; tensors are read on demand."""
+"""Opening of a checkpoint of either form, the unloaded entries of one, and the latest one of a folder.
+
+A checkpoint is verified first; tensors and unloaded entries are read on demand. The most recently completed
+one of a folder is found from the checkpoints alone.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container
+import os
+from collections.abc import Callable, Container, ItemsView, Iterable, Iterator, ValuesView
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.checkpoint.atomic import display_path, locate, machine_id
+from lightning_cp.checkpoint.atomic import BEFORE, display_path, leftovers, locate, machine_id
 from lightning_cp.checkpoint.consistency import first_different_path, path_difference
 from lightning_cp.checkpoint.full import (
     NOTES_KEY,
@@ -21,9 +27,9 @@ from lightning_cp.checkpoint.full import (
     verify_file,
 )
 from lightning_cp.checkpoint.manifest import NAME as MANIFEST
-from lightning_cp.checkpoint.manifest import Manifest, read_manifest, verify
-from lightning_cp.checkpoint.shard_file import INDEX, header_strings, stored_tensor
-from lightning_cp.checkpoint.sharded import STATE
+from lightning_cp.checkpoint.manifest import Manifest, is_foreign, read_manifest, verify
+from lightning_cp.checkpoint.sharded import INDEX, STATE, header_strings, stored_tensor
+from lightning_cp.checkpoint.store import is_store
 from lightning_cp.checkpoint.tensors import StoredTensor, as_stored, empty_like, read_into
 from lightning_cp.checkpoint.tree import Place, decode, map_leaves, restore_types, unique_name
 from lightning_cp.comm.consensus import World, error_summary
@@ -32,6 +38,13 @@ from lightning_cp.errors import CheckpointError, MissingCheckpointError
 _OPENING = "opening a checkpoint"
 T = TypeVar("T")
 Template = Callable[[Place], torch.Tensor | None]
+
+_UNREAD = object()
+"""Marks a value that was not read yet."""
+
+_LEGACY_NAME = "latest"
+"""A file of earlier releases, beside the checkpoints: it named the newest one."""
+_LONGEST = 4096
 
 
 @dataclass
@@ -269,3 +282,199 @@ def _stored(tree: Any) -> Any:
 def map_stored(tree: Any, visit: Callable[[Place, StoredTensor], Any]) -> Any:
     """The tree with every ``StoredTensor`` replaced."""
     return map_leaves(tree, visit, leaf=StoredTensor)
+
+
+class LazyEntries(dict[Any, Any]):
+    """Some entries of a checkpoint's top level; this rank reads those with tensors on first use.
+
+    A whole model or optimizer that is not used need not fit into memory. It is a dictionary, as Fabric
+    documents for a load, so all methods of ``dict`` that bypass ``__getitem__`` are overridden. Pickles and
+    copies by the module ``copy`` are plain dictionaries of values.
+    """
+
+    _opened: Checkpoint | None = None
+
+    @classmethod
+    def of(cls, opened: Checkpoint, keys: Iterable[Any]) -> Self:
+        """Entries of an opened checkpoint.
+
+        Args:
+            opened: the checkpoint.
+            keys: of its top level.
+        """
+        made = cls(dict.fromkeys(keys, _UNREAD))
+        made._opened = opened.for_this_rank()
+        at_once = [key for key in made if not _has_tensors(opened.tree[key])]
+        made.update(made._opened.read(keys=at_once))
+        return made
+
+    def __getitem__(self, key: Any) -> Any:
+        """The value, with whole tensors.
+
+        Raises:
+            KeyError: unknown key.
+            CheckpointError: it can no longer be read.
+        """
+        value = super().__getitem__(key)
+        if value is _UNREAD:
+            assert self._opened is not None
+            _check_unchanged(self._opened, key)
+            value = self._opened.read(keys=[key])[key]
+            self[key] = value
+        return value
+
+    def __iter__(self) -> Iterator[Any]:
+        """As in any dictionary; without this override ``dict(rest)`` would bypass ``__getitem__``."""
+        return super().__iter__()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The value, or ``default`` if there is none."""
+        if key not in self:
+            return default
+        return self[key]
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """The value; if there is none, ``default``, which is stored."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Remove a key and return its value."""
+        if key in self:
+            self[key]  # read it first
+        return super().pop(key, *default)
+
+    def popitem(self) -> tuple[Any, Any]:
+        """Remove the last entry and return it."""
+        for key in reversed(self):
+            return key, self.pop(key)
+        raise KeyError("there is nothing left")
+
+    def items(self) -> Any:
+        """A view that reads each value when it is reached."""
+        return ItemsView(self)
+
+    def values(self) -> Any:
+        """A view that reads each value when it is reached."""
+        return ValuesView(self)
+
+    def __eq__(self, other: object) -> bool:
+        return dict(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return dict(self) != other
+
+    def copy(self) -> Self:
+        """Another object with the same entries, which reads separately."""
+        made = type(self)()
+        made._opened = self._opened
+        dict.update(made, dict.items(self))
+        return made
+
+    def __or__(self, other: Any) -> Any:
+        if not isinstance(other, dict):
+            return NotImplemented
+        made = self.copy()
+        made.update(other)
+        return made
+
+    def __ror__(self, other: Any) -> Any:
+        return {**other, **self} if isinstance(other, dict) else NotImplemented
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+    def __repr__(self) -> str:
+        where = f"{display_path(self._opened.path)}: " if self._opened is not None else ""
+        return f"LazyEntries({where}{', '.join(map(str, self))})"
+
+
+def _has_tensors(tree: Any) -> bool:
+    found: list[Any] = []
+    map_stored(tree, lambda place, leaf: found.append(place))
+    return bool(found)
+
+
+def _check_unchanged(opened: Checkpoint, key: Any) -> None:
+    """Check that a folder was not replaced or deleted; a file stays open since the start."""
+    if opened.manifest is None or opened.manifest.form != "sharded":
+        return
+    is_there = os.path.lexists(opened.path)
+    if opened.path.is_dir() and read_manifest(opened.path).save == opened.manifest.save:
+        return
+    raise CheckpointError(
+        f"{display_path(opened.path)} was {'replaced' if is_there else 'removed'} after it was opened, so "
+        f"{key!r} "
+        "cannot be read any more. Load it again, and name in the state what is needed of it."
+    )
+
+
+def latest_checkpoint(folder: str | PathLike[str]) -> Path | None:
+    """The checkpoint of this package that was completed last in a folder; links do not count.
+
+    A ``latest`` file of an earlier release counts until a checkpoint is newer than that file. The result has
+    not been verified; reading it does that.
+
+    Raises:
+        CheckpointError: the folder is in a store.
+    """
+    if is_store(folder):
+        raise CheckpointError(
+            f"{folder} is in a store, whose files do not tell which checkpoint is the newest. Name the "
+            "checkpoint by its path."
+        )
+    folder = Path(folder)
+    if not folder.is_dir():
+        return None
+    times = {path: saved_at(path) for path in _checkpoints(folder)}
+    named = _legacy_latest(folder / _LEGACY_NAME)
+    if named is not None:
+        times[named] = max(times.get(named, 0), (folder / _LEGACY_NAME).stat().st_mtime_ns)
+    return max(times, key=lambda path: (times[path], path == named), default=None)
+
+
+def saved_at(path: Path) -> int:
+    """The time in nanoseconds of a checkpoint of either form: that of its file or its manifest."""
+    manifest = path / MANIFEST
+    return (manifest if manifest.is_file() else path).stat().st_mtime_ns
+
+
+def set_saved_at(path: Path, time: int) -> None:
+    """Set the time that ``saved_at`` returns."""
+    for each in (path, path / MANIFEST):
+        if each.exists():
+            os.utime(each, ns=(time, time))
+
+
+def _checkpoints(folder: Path) -> Iterator[Path]:
+    """Completed checkpoints of a folder, including one that a killed save has renamed."""
+    for path in folder.iterdir():
+        if not path.name.startswith(".") and not path.is_symlink() and _is_ours(path):
+            yield path
+    for path, (name, why) in leftovers(folder):
+        if why == BEFORE and not os.path.lexists(folder / name):
+            yield path
+
+
+def _is_ours(path: Path) -> bool:
+    """True if a save has written it; it may be damaged."""
+    if path.is_dir():
+        return not is_foreign(path)
+    try:
+        return path.is_file() and manifest_of_file(path) is not None
+    except CheckpointError:
+        return True
+
+
+def _legacy_latest(place: Path) -> Path | None:
+    """The checkpoint that a ``latest`` file names, if it exists."""
+    try:
+        with place.open("rb") as file:
+            name = file.read(_LONGEST).decode().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    if not name or not name.isprintable() or name != Path(name).name:
+        return None
+    path = locate(place.with_name(name))
+    return path if path.exists() else None

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.kernels.aten_cpu import AtenCpuFlash
-from lightning_cp.kernels.aten_cuda import AtenCudaCudnn, AtenCudaFlash
+from lightning_cp.kernels.aten import AtenCpuFlash, AtenCudaCudnn, AtenCudaFlash
 from lightning_cp.kernels.flash_attn import FlashAttn2, FlashAttn3
 from lightning_cp.kernels.protocol import QKV as QKV
 from lightning_cp.kernels.protocol import Capabilities as Capabilities

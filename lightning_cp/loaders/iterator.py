@@ -10,13 +10,15 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_cp.comm.consensus import (
+    PackedObject,
     all_equal,
+    broadcast_packed,
     checksum,
     fingerprint,
     gather_by_vote,
     gather_facts,
+    pack,
 )
-from lightning_cp.comm.object_broadcast import PackedObject, broadcast_packed, pack
 from lightning_cp.errors import BatchMismatchError, ConfigError
 from lightning_cp.layout.axes import Flat
 from lightning_cp.loaders.position import LoaderPosition, open_at, read_with_random_state

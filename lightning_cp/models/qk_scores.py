@@ -1,7 +1,7 @@
 """Largest scores of a model's attention calls, reported per module (for QK-clip).
 
 An attention call does not name its module, so hooks track which module is being called, as in
-``lightning_cp.models.call_scope``. While scores are collected, every call that needs a gradient runs on a
+``lightning_cp.models.swap``. While scores are collected, every call that needs a gradient runs on a
 kernel that returns its largest scores, or is followed by a pass for these alone. That includes recomputation
 in backward, which runs blocks without the modules around them, so that the same kernel computes both.
 """
@@ -23,8 +23,7 @@ from lightning_cp.kernels.select import has_feature
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.layout.exchange import Exchange
 from lightning_cp.mesh import ContextParallelMesh
-from lightning_cp.utils.module_hooks import add_hook
-from lightning_cp.utils.patching import PatchSet
+from lightning_cp.utils.patching import PatchSet, add_hook
 from lightning_cp.utils.tracing import exclude_from_compile
 
 

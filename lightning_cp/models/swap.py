@@ -1,30 +1,41 @@
-"""Attention swap of a whole model: its Hugging Face, LitGPT and plain PyTorch parts."""
+"""Attention swap of a whole model: its Hugging Face, LitGPT and plain PyTorch parts; and its scope.
+
+Attention calls of local modules are not intercepted. An attention call does not name its module, so hooks
+track which module is being called. All modules inside are tracked, not only the outermost: a checkpoint calls
+its content again, without the modules around it. Cross-entropy is replaced, in any import style, by functions
+that record the number of targets of their mean.
+"""
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from math import gcd
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from lightning_cp.batch.step_state import StepState as StepState
-from lightning_cp.errors import UndeclaredError
+from lightning_cp.errors import ConfigError, UndeclaredError
 from lightning_cp.layout.exchange import Exchange
+from lightning_cp.loss.terms import targets_of
 from lightning_cp.mesh import ContextParallelMesh
-from lightning_cp.models.call_scope import check_roots, local_modules, track_calls
 from lightning_cp.models.guards.attention_calls import (
     check_sdpa_references,
     unsupported_replacements,
     watch_attention,
     watch_calls,
 )
-from lightning_cp.models.guards.token_mixing import check_no_mixing, watch_pooling
+from lightning_cp.models.guards.token_mixing import LOCAL, check_no_mixing, watch_pooling
 from lightning_cp.models.handle import Listener as Listener
-from lightning_cp.models.handle import SwapHandle as SwapHandle
 from lightning_cp.models.handle import (
+    SwapHandle,
     SwapMethod,
     SwapReport,
     SwapReportRow,
@@ -33,8 +44,195 @@ from lightning_cp.models.handle import (
 )
 from lightning_cp.models.hf.swap import swap_hf
 from lightning_cp.models.litgpt import check_no_local_attention, litgpt_models, swap_litgpt
-from lightning_cp.models.loss_functions import loss_replacements
 from lightning_cp.models.sdpa import SDPA, sdpa_replacements
+from lightning_cp.utils.autograd_notes import Count, note_mean
+from lightning_cp.utils.patching import ChainedPatch, ReplacedFunction, add_hook
+from lightning_cp.utils.tracing import exclude_from_compile
+
+CountTargets = Callable[..., Count | None]
+"""Returns the target count of a mean, ``SUM`` for a sum, ``None`` for losses that are not reduced."""
+
+SUM = -1.0
+
+
+def local_modules(
+    model: nn.Module, listed: Sequence[nn.Module] | None, others: Iterable[nn.Module] = ()
+) -> set[nn.Module]:
+    """Return the modules whose attention each rank computes by itself.
+
+    Args:
+        model: everything that a step calls.
+        listed: the modules to swap; ``None``: all.
+        others: modules inside that are not swapped on purpose.
+    """
+    inside = {part for module in listed or () for part in module.modules()}
+    local = set() if listed is None else set(model.modules()) - inside
+    for module in model.modules():
+        if getattr(module, LOCAL, False):
+            local.update(module.modules())
+    return local.union(*(other.modules() for other in others))
+
+
+def track_calls(
+    model: nn.Module,
+    handle: SwapHandle,
+    listed: Sequence[nn.Module] | None,
+    local: set[nn.Module],
+) -> None:
+    """Track on the handle, while a step is active, whether a local module is being called."""
+    if not local:
+        return
+    handle.intercepts_outside = listed is None
+    followed = local if listed is None else {part for one in listed for part in one.modules()}
+    for module in followed:  # modules in which interception may differ from that outside of all
+        _track(module, handle, module not in local)
+
+
+def _track(module: nn.Module, handle: SwapHandle, intercepts: bool) -> None:
+    @exclude_from_compile
+    def enter(module: nn.Module, args: Any) -> None:
+        if handle.active:
+            handle.scopes.append((module, intercepts))
+
+    @exclude_from_compile
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if handle.scopes and handle.scopes[-1][0] is module:
+            handle.scopes.pop()
+
+    handle.on_undo(add_hook(module.register_forward_pre_hook, enter))
+    handle.on_undo(add_hook(module.register_forward_hook, leave, always_call=True))
+
+
+def check_roots(
+    listed: Sequence[nn.Module], found: Iterable[nn.Module], litgpts: Iterable[nn.Module]
+) -> None:
+    """Check that a list of modules to swap is not empty and names no part of a Hugging Face or LitGPT model.
+
+    Args:
+        listed: the modules to swap.
+        found: the Hugging Face models.
+        litgpts: the LitGPT models.
+
+    Raises:
+        ConfigError: an empty list, or a part: a model makes masks or rotary rows for all its attention, so
+            it can be swapped as a whole only.
+    """
+    if not listed:
+        raise ConfigError(
+            "no module is listed whose attention shall be swapped. List the modules that attend along the "
+            "sequence, or leave the list away, which swaps all."
+        )
+    models = [part for root in found for part in root.modules() if _is_model(part)]
+    for module in listed:
+        around = [model for model in models if module in set(model.modules())]
+        if around and not _is_model(module):
+            raise ConfigError(
+                f"{type(module).__name__} is a part of {type(around[0]).__name__}, a Hugging Face model that "
+                "makes masks for all of its attention: it is swapped whole. List the model, or a model in it."
+            )
+    for root in litgpts:
+        if any(module is not root and module in set(root.modules()) for module in listed):
+            raise ConfigError(
+                f"a part of {type(root).__name__}, a LitGPT model, is listed: the model makes the rotary "
+                "rows of all its attention, so it is swapped whole. List the model."
+            )
+
+
+def _is_model(module: nn.Module) -> bool:
+    """True for a Hugging Face model: only ``PreTrainedModel`` has this attribute."""
+    return hasattr(module, "_can_set_attn_implementation")
+
+
+def loss_replacements(handle: SwapHandle) -> list[ReplacedFunction]:
+    """Return loss functions that record their target count while a step is active.
+
+    In training the count goes onto the autograd graph; in evaluation, without a graph, to the step's record
+    of losses, which logged values are compared with.
+    """
+    held = weakref.ref(handle)  # a global must not keep a model alive
+    known: list[tuple[Any, str, CountTargets]]
+    known = [(F, name, _count_cross_entropy) for name in ("cross_entropy", "nll_loss")]
+    known.append((F, "linear_cross_entropy", _count_linear))
+    known.append((sys.modules.get("litgpt.utils"), "chunked_cross_entropy", _count_litgpt))
+    return [
+        _noting_replacement(home, name, counted, held)
+        for home, name, counted in known
+        if hasattr(home, name)
+    ]
+
+
+def _noting_replacement(
+    home: Any, name: str, counted: CountTargets, held: Callable[[], SwapHandle | None]
+) -> ReplacedFunction:
+    original = getattr(home, name)
+    link = ChainedPatch(original)
+
+    @functools.wraps(original)
+    def noting(*args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = link.original(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return loss
+        handle = held()
+        state = None if handle is None else handle.state
+        if state is None or not (loss.requires_grad or state.losses is not None):
+            return loss
+        if is_functorch_wrapped_tensor(
+            loss
+        ):  # inside vmap or grad: no final loss, no own token count
+            return loss
+        count = counted(*args, **kwargs)
+        if count is None:
+            if state.losses is not None and state.has_target is not None:
+                state.losses.note_each(loss, state.has_target)
+            return loss
+        if count is not SUM:
+            note_mean(loss, count)
+        if state.losses is not None:
+            state.losses.note(loss, None if count is SUM else count)
+        return loss
+
+    return ReplacedFunction(home, name, noting, link)
+
+
+def _count_cross_entropy(
+    input: Any,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: object = None,
+    ignore_index: int = -100,
+    reduce: object = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Count | None:
+    if size_average is not None or reduce is not None or reduction == "none":
+        return None
+    if reduction == "sum":
+        return SUM
+    classes = input.shape[1 if len(input.shape) > 1 else 0]
+    return targets_of(target, weight, ignore_index, classes)
+
+
+def _count_linear(
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    weight: torch.Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    **kwargs: Any,
+) -> Count | None:
+    if reduction != "mean":
+        return SUM if reduction == "sum" else None
+    ignored = -100 if ignore_index is None else ignore_index
+    return targets_of(target, weight, ignored, linear_weight.shape[0])
+
+
+def _count_litgpt(
+    logits: Any, targets: torch.Tensor, chunk_size: int = 128, ignore_index: int = -100
+) -> Count:
+    """Return the target count of LitGPT's ``chunked_cross_entropy``."""
+    return targets_of(targets, None, ignore_index)
 
 
 def swap_attention(

@@ -15,10 +15,16 @@ from typing_extensions import override
 from lightning_cp.comm.consensus import all_equal, gather_objects
 from lightning_cp.errors import CheckpointError, ConfigError, LightningCPError, NonFiniteError
 from lightning_cp.optim.matrix_step import MOMENTUM, ActiveParameter, MatrixStep
-from lightning_cp.optim.parameters import EMBEDDINGS, Named, OptimizerInput, Rules, table_of
+from lightning_cp.optim.parameters import (
+    EMBEDDINGS,
+    MuonSettings,
+    Named,
+    OptimizerInput,
+    Rules,
+    table_of,
+)
 from lightning_cp.optim.placement import check_placements, is_shared
 from lightning_cp.optim.qk_clip import QKClip
-from lightning_cp.optim.settings import MuonSettings
 from lightning_cp.optim.work_list import Round, message_device
 from lightning_cp.utils.dtensor import local_part
 

@@ -10,6 +10,7 @@ import torch
 
 from lightning_cp.comm.consensus import World
 from lightning_cp.errors import ConfigError
+from lightning_cp.optim.parameters import check_known, check_numbers
 from lightning_cp.optim.placement import held_indices
 from lightning_cp.optim.qk_layers import (
     ProjectionRows,
@@ -18,7 +19,6 @@ from lightning_cp.optim.qk_layers import (
     find_layers,
     row_factors,
 )
-from lightning_cp.optim.settings import check_known, check_numbers
 from lightning_cp.utils.dtensor import local_part
 
 _log = logging.getLogger("lightning_cp")

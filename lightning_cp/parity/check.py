@@ -21,7 +21,9 @@ from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.models.structure import expected_heads
 from lightning_cp.parity.batches import (
     batch_window,
+    has_ignored,
     with_another_first_token,
+    with_uneven_labels,
     without_documents,
     without_padding,
 )
@@ -52,7 +54,6 @@ from lightning_cp.parity.diagnosis import (
 )
 from lightning_cp.parity.passes import Event, LocalTokens, StepPass
 from lightning_cp.parity.runner import CannotRun, Runner, StepFailed
-from lightning_cp.parity.uneven import has_ignored, with_uneven_labels
 from lightning_cp.runtime.probe import use_layout, use_mesh
 from lightning_cp.runtime.runtime import ContextParallelRuntime
 from lightning_cp.utils.containers import tensors_of

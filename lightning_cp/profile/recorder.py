@@ -29,11 +29,11 @@ from lightning_cp.kernels.protocol import accumulate_dtype
 from lightning_cp.layout.axes import Flat
 from lightning_cp.layout.cost import Traffic, attention_traffic
 from lightning_cp.mesh import ContextParallelMesh
-from lightning_cp.profile.trace import BEGIN, END, read_trace
+from lightning_cp.profile.timeline import BEGIN, END, read_trace
 from lightning_cp.utils.tracing import profile_range
 
 if TYPE_CHECKING:
-    from lightning_cp.profile.summary import RankSummary
+    from lightning_cp.profile.report import RankSummary
 
 
 class ScheduledWork:
@@ -227,8 +227,7 @@ class _Recording:
             write_summary(reports, self._step, self._folder)
 
     def _report(self) -> RankSummary:
-        from lightning_cp.profile.report import trace_name
-        from lightning_cp.profile.summary import RankSummary
+        from lightning_cp.profile.report import RankSummary, trace_name
         from lightning_cp.profile.timeline import timeline_of
 
         rank = dist.get_rank()

@@ -13,8 +13,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_cp.errors import CheckpointError
 from lightning_cp.loaders.synchronized import LoaderProxy, SharedLoader
-from lightning_cp.resume.record import ResumePoint, point_of, record_of
-from lightning_cp.resume.replay import BufferCopies, orders_of, set_orders
+from lightning_cp.resume.record import (
+    BufferCopies,
+    ResumePoint,
+    orders_of,
+    point_of,
+    record_of,
+    set_orders,
+)
 from lightning_cp.runtime.mesh_builder import MeshBuilder
 
 

@@ -19,8 +19,16 @@ from torch.optim import Optimizer
 from lightning_cp.loaders.position import position_before_pass
 from lightning_cp.loaders.rng import RandomStates
 from lightning_cp.loaders.synchronized import SharedLoader
-from lightning_cp.resume.record import Record, ResumePoint, point_of, record_of
-from lightning_cp.resume.replay import BufferCopies, CallbackStates, orders_of, set_orders
+from lightning_cp.resume.record import (
+    BufferCopies,
+    CallbackStates,
+    Record,
+    ResumePoint,
+    orders_of,
+    point_of,
+    record_of,
+    set_orders,
+)
 from lightning_cp.runtime.mesh_builder import MeshBuilder
 
 # Positions in Lightning's loops: read at a save, and restored exactly.

@@ -28,8 +28,7 @@ from lightning_cp.memory.activations import recompute_blocks
 from lightning_cp.memory.chunked_logits import chunk_heads
 from lightning_cp.memory.tiled_mlp import tile_mlps
 from lightning_cp.models.blocks import attends, members
-from lightning_cp.models.guards.label_shifts import watch_shifts
-from lightning_cp.models.guards.training_noise import check_training_noise
+from lightning_cp.models.guards.training_steps import check_training_noise, watch_shifts
 from lightning_cp.models.handle import Listener, SwapHandle
 from lightning_cp.models.hf.labels import label_alignment
 from lightning_cp.models.hf.positions import accept_default_positions, takes_extra
@@ -42,8 +41,7 @@ from lightning_cp.randomness.functions import patch_random_functions
 from lightning_cp.randomness.token_draws import TokenDraws
 from lightning_cp.runtime.mesh_builder import MeshBuilder
 from lightning_cp.utils.containers import memory_of, tensors_of
-from lightning_cp.utils.module_hooks import add_hook
-from lightning_cp.utils.patching import StepPatches
+from lightning_cp.utils.patching import StepPatches, add_hook
 from lightning_cp.utils.tracing import exclude_from_compile
 
 # QK-clip: attention modules report their largest scores to the optimizers of a run.

@@ -43,8 +43,12 @@ from lightning_cp.engines.ddp_options import (
 )
 from lightning_cp.errors import ConfigError
 from lightning_cp.launch.library_warnings import LibraryWarnings
-from lightning_cp.launch.ranks import check_ranks, check_start_method, check_sweep_launcher
-from lightning_cp.launch.rendezvous import wait_for_gloo_at_exit
+from lightning_cp.launch.ranks import (
+    check_ranks,
+    check_start_method,
+    check_sweep_launcher,
+    wait_for_gloo_at_exit,
+)
 from lightning_cp.layout import LayoutChoice
 from lightning_cp.layout.axes import Flat
 from lightning_cp.loaders.synchronized import LoaderSynchronizer

@@ -25,7 +25,7 @@ from lightning_cp.consistency.model import check_same_model, check_same_optimize
 from lightning_cp.engines.base import Engine
 from lightning_cp.errors import ConfigError, LightningCPError, UndeclaredError
 from lightning_cp.launch.preemption import record_sigterm
-from lightning_cp.launch.rendezvous import connect
+from lightning_cp.launch.ranks import connect
 from lightning_cp.launch.worker_results import reporting_launcher
 from lightning_cp.loaders.rng import keep_random_state
 from lightning_cp.randomness.token_draws import without_token_draws

@@ -14,17 +14,18 @@ from torch.optim import Optimizer
 from lightning_cp.checkpoint.atomic import local_path
 from lightning_cp.checkpoint.checkpoint_io import open_anywhere, writer_for
 from lightning_cp.checkpoint.consistency import check_same_states
-from lightning_cp.checkpoint.lazy_tree import LazyEntries
 from lightning_cp.checkpoint.manager import CheckpointManager, check_models_complete
 from lightning_cp.checkpoint.manifest import SaveInfo
-from lightning_cp.checkpoint.optimizers import (
+from lightning_cp.checkpoint.read import LazyEntries
+from lightning_cp.checkpoint.restore import (
     fit_state,
     kinds_of,
+    load_module,
     named_parameters,
     names_as_saved,
     names_of,
+    templates_for,
 )
-from lightning_cp.checkpoint.restore import load_module, templates_for
 from lightning_cp.comm.consensus import World
 from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.resume.fabric import RunState

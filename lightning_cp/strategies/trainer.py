@@ -26,7 +26,7 @@ from lightning_cp.callback import ContextParallelCallback, place_callback
 from lightning_cp.consistency.model import check_same_model, check_same_optimizers
 from lightning_cp.errors import ConfigError, UndeclaredError
 from lightning_cp.launch.preemption import remove_stop_callback, replace_signal_handlers
-from lightning_cp.launch.rendezvous import connect
+from lightning_cp.launch.ranks import connect
 from lightning_cp.launch.worker_results import reporting_launcher
 from lightning_cp.layout.axes import Flat
 from lightning_cp.loaders.rng import keep_random_state

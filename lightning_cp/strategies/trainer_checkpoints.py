@@ -15,9 +15,15 @@ from torch.optim import Optimizer
 from lightning_cp.checkpoint.checkpoint_io import open_anywhere, writer_for
 from lightning_cp.checkpoint.manager import CheckpointManager, check_models_complete
 from lightning_cp.checkpoint.manifest import SaveInfo
-from lightning_cp.checkpoint.optimizers import fit_state, kinds_of, names_of
 from lightning_cp.checkpoint.read import Checkpoint
-from lightning_cp.checkpoint.restore import load_module, names_by_optimizer, templates_for
+from lightning_cp.checkpoint.restore import (
+    fit_state,
+    kinds_of,
+    load_module,
+    names_by_optimizer,
+    names_of,
+    templates_for,
+)
 from lightning_cp.comm.consensus import World
 from lightning_cp.engines.base import Engine
 from lightning_cp.errors import CheckpointError

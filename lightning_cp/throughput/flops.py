@@ -23,17 +23,16 @@ from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.models.structure import expected_heads
 from lightning_cp.models.swap import config_value, hf_models
 from lightning_cp.runtime.runtime import ContextParallelRuntime
-from lightning_cp.throughput.options import ThroughputOptions
 from lightning_cp.throughput.work import (
     AttentionCall,
     StepWork,
+    ThroughputOptions,
     in_backward,
     is_compiled,
     observe_calls,
     shared_call,
 )
-from lightning_cp.utils.module_hooks import add_hook
-from lightning_cp.utils.patching import PatchSet
+from lightning_cp.utils.patching import PatchSet, add_hook
 
 
 @dataclass(frozen=True)

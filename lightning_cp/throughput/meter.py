@@ -11,8 +11,14 @@ from lightning.fabric.utilities.throughput import Throughput
 from torch import nn
 
 from lightning_cp.throughput.flops import CountedModel
-from lightning_cp.throughput.options import Peak, RunRanks, ThroughputOptions, ranks_of, runtime_of
-from lightning_cp.throughput.work import Work
+from lightning_cp.throughput.work import (
+    Peak,
+    RunRanks,
+    ThroughputOptions,
+    Work,
+    ranks_of,
+    runtime_of,
+)
 
 Metrics = dict[str, float]
 

@@ -1,8 +1,8 @@
 """The watcher: a thread of every rank that reports to the others and receives their verdict.
 
-Rank 0's (:mod:`lightning_cp.watchdog.server`) collects reports and judges. The others
-(:mod:`lightning_cp.watchdog.client`) are connected to it and judge rank 0. They use separate connections:
-ranks may be blocked in the data's process groups, waiting for one that is gone.
+Rank 0's collects reports and judges (:class:`HubWatcher`). The others are connected to it and judge rank 0.
+They use separate connections: ranks may be blocked in the data's process groups, waiting for one that is
+gone.
 
 - A killed process's connection closes in that moment: all ranks name it and end.
 - A rank that raises sends a note first, then shows its traceback and ends. The others wait for a while.
@@ -28,7 +28,17 @@ from typing import Any
 
 from lightning_cp.errors import without_home
 from lightning_cp.watchdog import attribution as ending
-from lightning_cp.watchdog.messages import BROKEN, Beat, Card, Note, Verdict, close_in_children
+from lightning_cp.watchdog.attribution import NO_MESSAGE, SILENT_SECONDS, Judge, frozen_line
+from lightning_cp.watchdog.messages import (
+    BROKEN,
+    Beat,
+    Card,
+    Connection,
+    Message,
+    Note,
+    Verdict,
+    close_in_children,
+)
 from lightning_cp.watchdog.phase import PhasePosition, Position, Slot
 
 # Time as a process experiences it: a suspended job (Ctrl-Z, ``scontrol suspend``) has not waited.
@@ -36,6 +46,9 @@ from lightning_cp.watchdog.phase import PhasePosition, Position, Slot
 
 MAX_GAP = 2.0
 """Seconds between two looks, meant to be half a second apart, above which the gap is examined."""
+
+AFTER_HUB = 1.0
+"""Seconds until this process ends, if rank 0 ended after it sent a verdict."""
 
 
 class Clock:
@@ -308,3 +321,246 @@ class Watcher(threading.Thread):
         self._forget_files()
         self._has_verdict.set()
         self._has_left.set()
+
+
+class Member(Watcher):
+    """A rank's watcher that reports to rank 0 and judges only rank 0."""
+
+    def __init__(self, *args: Any, hub: socket.socket, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._hub = Connection(hub)
+        self._selector.register(self._hub, selectors.EVENT_READ, self._read_hub)
+        self._hub_beat, self._hub_heard = Beat(), self._now()
+        self._hub_left = self._hub_is_gone = False
+        self._hub.send({"hello": self._token, "rank": self.rank})
+
+    def _send_beat(self, beat: Beat, now: float) -> None:
+        self._hub.send({"beat": beat.as_message()})
+
+    def _send_note(self, note: Note, now: float) -> None:
+        self._hub.send({"note": note.as_message()})
+
+    def _send_shown(self) -> None:
+        self._hub.send({"shows": 1})
+
+    def _leave(self) -> None:
+        self._send_bye()
+        self._done = True
+
+    def _send_bye(self) -> None:
+        self._hub.send({"bye": 1})
+
+    def _read_hub(self, hub: Connection) -> None:
+        for message in hub.receive():
+            self._handle(message)
+        if hub.closed:
+            self._selector.unregister(hub)
+            self._lose_hub()
+
+    def _handle(self, message: Message) -> None:
+        now = self._now()
+        if "beat" in message:
+            self._hub_beat, self._hub_heard = Beat.of_message(message["beat"]), now
+        elif "ready" in message:
+            self._forget_files()
+        elif "where" in message:
+            rank = int(message["where"])
+            if (place := self._position_of(rank)) is not None:
+                self._hub.send({"was": rank, "place": place})
+        elif "verdict" in message:
+            self._schedule_end(Verdict.of_message(message["verdict"]), now + float(message["in"]))
+        elif "leaving" in message:
+            self._hub_left = True
+        elif "over" in message:
+            self._done = True
+
+    def _lose_hub(self) -> None:
+        now = self._now()
+        self._hub_is_gone = True
+        if self._verdict is not None:
+            self._schedule_end(self._verdict, now + AFTER_HUB)
+        elif not self._leaving and not self._hub_left:
+            place = self._position_of(0) or self._hub_beat.place
+            line = f"{self._cards[0].name} lost {place}: {NO_MESSAGE}"
+            self._schedule_end(Verdict("lost", (0,), line), now)
+
+    def _judge(self, now: float) -> None:
+        if self._verdict is not None:
+            return
+        name, silent = self._cards[0].name, now - self._hub_heard
+        beat = self._refresh_beat(0, self._hub_beat) if silent > SILENT_SECONDS else self._hub_beat
+        if not self._hub_left and beat.limit is not None and silent > beat.limit:
+            self._kill(0)
+            self._schedule_end(Verdict("frozen", (0,), frozen_line(name, silent, beat.place)), now)
+        limit, waited = self._own_limit(), now - self._progressed
+        if self._hub_is_gone and limit is not None and waited > limit:
+            own = f"{self._cards[self.rank].name} made no progress for {waited:.0f} s"
+            line = f"{name} ended, and {own}, {self._position.place}"
+            self._schedule_end(Verdict("left", (0,), line), now)
+
+    def _close(self) -> None:
+        super()._close()
+        self._hub.close()
+
+
+class Hub(Watcher):
+    """The watcher of rank 0; accepts connections that present the job's token."""
+
+    def __init__(self, *args: Any, listener: socket.socket, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._failure_judge = Judge(
+            [card.name for card in self._cards], self._now(), self._refresh_beat
+        )
+        self._links: dict[int, Connection] = {}
+        self._unidentified: list[Connection] = []
+        self._asked: dict[int, float] = {}
+        self._announced: Verdict | None = None
+        self._ended_grace = self._announced_leave = False
+        listener.setblocking(False)
+        self._listener = close_in_children(listener)
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    # -- who is there -----------------------------------------------------------------------------
+
+    def _accept(self, listener: Any) -> None:
+        with suppress(OSError):
+            connection, _ = listener.accept()
+            link = Connection(connection)
+            self._unidentified.append(link)
+            self._selector.register(link, selectors.EVENT_READ, self._read_hello)
+
+    def _read_hello(self, link: Connection) -> None:
+        """Read from a connection that has not named its rank yet."""
+        messages = link.receive()
+        if not messages and not link.closed:
+            return
+        self._selector.unregister(link)
+        self._unidentified.remove(link)
+        rank = self._rank_of(messages[0] if messages else {})
+        if rank is None:
+            link.close()
+            return
+        self._links[rank] = link
+        self._selector.register(link, selectors.EVENT_READ, self._read_link)
+        for message in messages[1:]:
+            self._handle(rank, message)
+        if len(self._links) == len(self._cards) - 1:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._close_unidentified()
+            self._forget_files()
+            self._send_to_all({"ready": 1})
+
+    def _close_unidentified(self) -> None:
+        for link in self._unidentified:
+            self._selector.unregister(link)
+            link.close()
+        self._unidentified.clear()
+
+    def _rank_of(self, hello: Message) -> int | None:
+        rank = hello.get("rank")
+        if hello.get("hello") != self._token or type(rank) is not int:
+            return None
+        return rank if 0 < rank < len(self._cards) and rank not in self._links else None
+
+    def _read_link(self, link: Connection) -> None:
+        rank = next(rank for rank, known in self._links.items() if known is link)
+        for message in link.receive():
+            self._handle(rank, message)
+        if link.closed:
+            self._selector.unregister(link)
+            link.close()
+            del self._links[rank]
+            self._lose_rank(rank)
+
+    def _handle(self, rank: int, message: Message) -> None:
+        now = self._now()
+        if "beat" in message:
+            self._failure_judge.record_beat(rank, Beat.of_message(message["beat"]), now)
+        elif "note" in message:
+            self._failure_judge.record_note(rank, Note.of_message(message["note"]), now)
+        elif "shows" in message:
+            self._failure_judge.record_shown(rank)
+        elif "bye" in message:
+            self._failure_judge.record_leave(rank)
+        elif "was" in message:
+            asked = int(message["was"])
+            if self._asked.pop(asked, None) is not None:
+                self._failure_judge.record_disconnect(
+                    asked, PhasePosition(*map(int, message["place"]))
+                )
+
+    def _lose_rank(self, rank: int) -> None:
+        """Find the lost rank's position: read it here, or ask a rank of its machine, or use its last
+        heartbeat."""
+        place, machine = self._position_of(rank), self._cards[rank].machine
+        others = [other for other in self._links if self._cards[other].machine == machine]
+        if place is not None or not others:
+            self._failure_judge.record_disconnect(rank, place)
+            return
+        self._asked[rank] = self._now()
+        for other in others:
+            self._links[other].send({"where": rank})
+
+    # -- what is said -----------------------------------------------------------------------------
+
+    def _send_beat(self, beat: Beat, now: float) -> None:
+        self._failure_judge.record_beat(0, beat, now)
+        self._send_to_all({"beat": replace(beat, stack="").as_message()})
+
+    def _send_note(self, note: Note, now: float) -> None:
+        self._failure_judge.record_note(0, note, now)
+
+    def _send_shown(self) -> None:
+        self._failure_judge.record_shown(0)
+
+    def _leave(self) -> None:
+        """Announce the end; the thread serves the others until they are gone."""
+        self._failure_judge.record_leave(0)
+        if not self._announced_leave:
+            self._announced_leave = True
+            self._send_to_all({"leaving": 1})
+        self._done = self._done or not self._links
+
+    def _judge(self, now: float) -> None:
+        for rank, asked in list(self._asked.items()):
+            if now - asked > PERIOD:  # no rank answered
+                del self._asked[rank]
+                self._failure_judge.record_disconnect(rank)
+        if self._failure_judge.all_informed:
+            self._send_to_all({"over": 1})
+            self._done = True
+        elif self._announced is None:
+            self._announce(self._failure_judge.verdict(now), now)
+        elif self._announced.kind == "raised" and not self._ended_grace:
+            self._end_grace(self._announced, now)
+
+    def _announce(self, verdict: Verdict | None, now: float) -> None:
+        """Send the verdict to all ranks, once."""
+        if verdict is None:
+            return
+        self._announced = verdict
+        self._broadcast(verdict, GRACE if verdict.kind == "raised" else 0.0, now)
+        if verdict.kind == "frozen":
+            for rank in verdict.ranks:
+                self._kill(rank)
+
+    def _end_grace(self, said: Verdict, now: float) -> None:
+        """End the waiting once the ranks that raised have shown their errors."""
+        if self._failure_judge.raisers_are_gone(said.ranks):
+            self._ended_grace = True
+            self._broadcast(said, 0.0, now)
+
+    def _broadcast(self, verdict: Verdict, grace: float, now: float) -> None:
+        self._send_to_all({"verdict": verdict.as_message(), "in": grace})
+        self._schedule_end(verdict, now + grace)
+
+    def _send_to_all(self, message: Message) -> None:
+        for link in list(self._links.values()):
+            link.send(message)
+
+    def _close(self) -> None:
+        super()._close()
+        self._listener.close()
+        for link in [*self._links.values(), *self._unidentified]:
+            link.close()

@@ -26,11 +26,9 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.watchdog import attribution as ending
 from lightning_cp.watchdog import phase as signs
 from lightning_cp.watchdog.attribution import PATIENCE
-from lightning_cp.watchdog.client import Member
 from lightning_cp.watchdog.messages import COMMON, OWN, Card, Note
 from lightning_cp.watchdog.phase import STEPS, PhasePosition, Position, Slot
-from lightning_cp.watchdog.server import Hub
-from lightning_cp.watchdog.thread import GRACE, Watcher
+from lightning_cp.watchdog.thread import GRACE, Hub, Member, Watcher
 
 SWITCH = "LIGHTNING_CP_WATCH"
 """Environment variable: ``0`` on every rank switches the watch off, for a debugger."""

@@ -85,13 +85,15 @@ def test_public_names_can_be_imported(name: str) -> None:
 
 @pytest.mark.parametrize(("old", "present"), MOVED.items(), ids=MOVED)
 def test_old_names_are_the_same_modules(old: str, present: str) -> None:
+    if ".triton." in present:
+        pytest.importorskip("triton")
     assert import_module(old) is import_module(present)
     assert import_module(old).__spec__.name == present  # type: ignore[union-attr]
 
 
 def test_files_of_a_moved_package_are_not_run_twice() -> None:
-    old = import_module("lightning_cp.train.callbacks")
-    assert old is import_module("lightning_cp.apps.train.callbacks")
+    old = import_module("lightning_cp.train.resume")
+    assert old is import_module("lightning_cp.apps.train.resume")
 
 
 def test_a_class_name_stands_for_one_class() -> None:

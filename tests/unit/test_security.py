@@ -55,7 +55,7 @@ def test_pickles_stay_within_a_run() -> None:
     """Between ranks, and between a program and the processes that it has started itself."""
     found = {path for path, made in sources() if any(map(unpickles, ast.walk(made)))}
     assert found == {
-        "lightning_cp/comm/object_broadcast.py",
+        "lightning_cp/comm/consensus.py",
         "lightning_cp/bench/processes.py",
         "lightning_cp/checkpoint/full.py",  # where a user says weights_only=False
         "lightning_cp/checkpoint/objects.py",  # likewise

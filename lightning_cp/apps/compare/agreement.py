@@ -7,8 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from lightning_cp.apps.compare.report import ComparisonResult, costs
-from lightning_cp.apps.compare.runs import LOSSES, TrainRun, check_same_steps, pair
+from lightning_cp.apps.compare.runs import (
+    LOSSES,
+    ComparisonResult,
+    TrainRun,
+    check_same_steps,
+    costs,
+    pair,
+)
 from lightning_cp.errors import ConfigError
 
 FLOAT32_TOLERANCE = 1e-4

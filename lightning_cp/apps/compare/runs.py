@@ -1,7 +1,8 @@
-"""Runs of the main job, read from their folders: settings, losses, speed; and the baseline of each.
+"""Runs of the main job, read from their folders, with the baseline of each; the output of every comparison.
 
 A run's baseline has the same settings, except for those that say how the work is shared. Losses are
-comparable only at the same steps, after the same tokens.
+comparable only at the same steps, after the same tokens. The output is a table, its CSV, the losses as CSV,
+and a verdict.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -289,3 +290,63 @@ def check_same_steps(run: TrainRun, other: TrainRun, loss: str, *, called: str, 
 
 def _span(curve: Curve) -> str:
     return f"{len(curve.steps)} from {curve.steps[0]} to {curve.steps[-1]}"
+
+
+@dataclass(frozen=True)
+class ComparisonResult:
+    """The answer to one question about runs."""
+
+    columns: Sequence[str]
+    lines: Sequence[dict[str, str]]
+    """One line for each run: column -> text."""
+    of_words: Collection[str]
+    """Left-aligned columns; columns of numbers are right-aligned."""
+    verdict: str
+    passed: bool
+    draw: Callable[[Path], None]
+    """Writes the PNG."""
+
+    def table(self) -> str:
+        """Return the lines as text."""
+        cells = [dict(zip(self.columns, self.columns, strict=True)), *self.lines]
+        widths = {name: max(len(line[name]) for line in cells) for name in self.columns}
+        return "\n".join(
+            "  ".join(
+                line[name].ljust(widths[name])
+                if name in self.of_words
+                else line[name].rjust(widths[name])
+                for name in self.columns
+            ).rstrip()
+            for line in cells
+        )
+
+    def write_table(self, file: Path) -> None:
+        """Write the lines as CSV."""
+        with file.open("w", newline="") as content:
+            writer = csv.DictWriter(content, self.columns)
+            writer.writeheader()
+            writer.writerows(self.lines)
+
+
+def costs(run: TrainRun) -> dict[str, str]:
+    """Return the columns of a run's cost."""
+    memory = "" if run.memory is None else f"{run.memory:.0f}"
+    return {"tokens/s": f"{run.tokens_per_second:.0f}", "MiB/process": memory}
+
+
+def write_losses(runs: Sequence[TrainRun], file: Path) -> None:
+    """Write the aligned curves as CSV: loss, step, tokens, and a column for each run, possibly empty."""
+    with file.open("w", newline="") as content:
+        writer = csv.writer(content)
+        writer.writerow(["loss", "step", "tokens", *(run.name for run in runs)])
+        for loss in LOSSES:
+            points: dict[tuple[int, float], dict[str, float]] = {}
+            for run in runs:
+                curve = run.curves[loss]
+                for step, tokens, value in zip(
+                    curve.steps, curve.tokens, curve.values, strict=True
+                ):
+                    points.setdefault((step, tokens), {})[run.name] = value
+            for (step, tokens), values in sorted(points.items()):
+                line = [values.get(run.name, "") for run in runs]
+                writer.writerow([loss, step, f"{tokens:.0f}", *line])

@@ -36,7 +36,7 @@ def main(config: DictConfig) -> None:
     """Check what the main job would train, with its settings, and train nothing; every rank runs this."""
     # Read when torch is imported, here and by the ranks that are started later.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads_per_rank))
-    from lightning_cp.apps.train.failure import one_report
+    from lightning_cp.apps.train.report import one_report
 
     with one_report() as trainers:
         from lightning_cp.apps.doctor.examine import examine

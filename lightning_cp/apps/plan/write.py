@@ -1,4 +1,4 @@
-"""The best plan in files, and the command that runs it."""
+"""The best plan in files, as a choice of Hydra's ``strategy`` group, and the command that runs it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_cp.planner.export import as_overrides, as_yaml, optimizer_overrides
+from lightning_cp.planner.job import PlanCase
 from lightning_cp.planner.search import SearchResult
+
+MOMENTUM = 0.9
 
 
 def write(found: SearchResult, folder: Path, model: Sequence[str]) -> str:
@@ -41,3 +43,83 @@ def write(found: SearchResult, folder: Path, model: Sequence[str]) -> str:
                 "This package does not run on TPUs: strategy/plan.yaml is for the same mesh elsewhere."
             ]
     return "\n".join([*lines, *(f"  {file}" for file in files)])
+
+
+def strategy_settings(case: PlanCase) -> dict[str, object]:
+    """Return the strategy's settings; all others stay at their defaults."""
+    job, choice, mesh = case.job, case.choice, case.choice.mesh
+    given: dict[str, object] = {
+        "data_parallel": choice.engine,
+        "data_parallel_size": mesh.data,
+        "tensor_parallel_size": mesh.tp,
+        "ring_size": mesh.ring,
+        "ulysses_size": mesh.ulysses,
+        "exchange": choice.exchange,
+        "activation_checkpointing": choice.checkpointing,
+        "activation_offload": choice.offload,
+        "chunked_loss": choice.chunked_loss or False,
+        "tiled_mlp": choice.tiled_mlp or False,
+    }
+    if choice.engine == "hsdp":
+        given["data_parallel_replicate_size"] = mesh.dp_replicate
+    if job.precision == "bf16-mixed" and choice.engine != "ddp":
+        given["mixed_precision"] = "bfloat16"
+    return given
+
+
+def trainer_settings(case: PlanCase) -> dict[str, object]:
+    """Return the Trainer's arguments."""
+    job, devices = case.job, case.devices_per_node
+    given: dict[str, object] = {
+        "accelerator": "cpu" if job.machine.is_cpu else "gpu",
+        "devices": devices,
+        "num_nodes": case.choice.mesh.devices // devices,
+        "accumulate_grad_batches": case.sequences,
+    }
+    if job.precision == "bf16-true" or (
+        job.precision == "bf16-mixed" and case.choice.engine == "ddp"
+    ):
+        given["precision"] = job.precision
+    return given
+
+
+def optimizer_overrides(case: PlanCase) -> list[str]:
+    """Return the overrides for a planned optimizer other than the models' AdamW."""
+    name = case.job.optimizer
+    if name == "adamw":
+        return []
+    given = ["model.optimizer._target_=torch.optim.SGD", "~model.optimizer.betas"]
+    return given + [f"+model.optimizer.momentum={MOMENTUM}"] * (name == "momentum")
+
+
+def as_yaml(case: PlanCase) -> str:
+    """Return the text of ``strategy/plan.yaml``."""
+    lines = [
+        "# @package _global_",
+        f"# {case.job.model.name} on {case.job.devices} x {case.job.machine.name}: {case.choice.mesh}",
+        "defaults: [auto, _self_]",
+    ]
+    for group, given in (
+        ("trainer", trainer_settings(case)),
+        ("strategy", strategy_settings(case)),
+    ):
+        lines.append(f"{group}:")
+        lines += [f"  {name}: {_text(value)}" for name, value in given.items()]
+    return "\n".join(lines) + "\n"
+
+
+def as_overrides(case: PlanCase) -> str:
+    """Return the plan as overrides for a command line with ``strategy=auto``."""
+    groups = (("trainer", trainer_settings(case)), ("strategy", strategy_settings(case)))
+    return " ".join(
+        ["strategy=auto"]
+        + [
+            f"{'++' * (name == 'num_nodes')}{group}.{name}={_text(value)}"  # not in the group's config
+            for group, given in groups
+            for name, value in given.items()
+        ]
+    )
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -12,8 +12,7 @@ from zipfile import BadZipFile, ZipFile
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from lightning_cp.checkpoint.latest import saved_at
-from lightning_cp.checkpoint.read import open_checkpoint
+from lightning_cp.checkpoint.read import open_checkpoint, saved_at
 from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.utils.run_folder import FOLDER_OF_FIRST
 

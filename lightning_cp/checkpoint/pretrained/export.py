@@ -28,7 +28,14 @@ from lightning_cp.checkpoint.atomic import (
     temporary_path,
     write_durably,
 )
-from lightning_cp.checkpoint.pretrained.files import INDEX
+from lightning_cp.checkpoint.pretrained.files import (
+    INDEX,
+    TensorFile,
+    TensorSpec,
+    aligned_order,
+    index_text,
+    split_into_files,
+)
 from lightning_cp.checkpoint.pretrained.keys import (
     Rule,
     Tensors,
@@ -40,17 +47,10 @@ from lightning_cp.checkpoint.pretrained.keys import (
     unwrap,
 )
 from lightning_cp.checkpoint.pretrained.options import check_complete, dtype_of
-from lightning_cp.checkpoint.pretrained.writer import (
-    TensorFile,
-    TensorSpec,
-    aligned_order,
-    index_text,
-    split_into_files,
-)
 from lightning_cp.checkpoint.tensors import assemble
 from lightning_cp.comm.consensus import World, error_summary
 from lightning_cp.errors import CheckpointError, ConfigError, without_home
-from lightning_cp.utils.module_hooks import strip_wrappers
+from lightning_cp.utils.patching import strip_wrappers
 
 # The plan of an export: parameters, their keys and their files; nothing is written yet.
 

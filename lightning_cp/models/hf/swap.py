@@ -26,7 +26,10 @@ from lightning_cp.models.hf.forward import CallCheck
 from lightning_cp.models.hf.labels import label_alignment as label_alignment
 from lightning_cp.models.hf.masks import EXPRESSIBLE, MaskNote, mask_function
 from lightning_cp.models.hf.own_attention import has_own_attention, swap_own_attention
-from lightning_cp.models.hf.rotary import check_rotary_takes_positions, patch_length_dependent_rope
+from lightning_cp.models.hf.positions import (
+    check_rotary_takes_positions,
+    patch_length_dependent_rope,
+)
 from lightning_cp.utils.patching import PatchSet
 from lightning_cp.utils.tracing import exclude_from_compile
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_cp.apps.data import PackedBytes, python_stdlib
-from lightning_cp.apps.data.module import ByteDataModule
+from lightning_cp.apps.data import ByteDataModule, PackedBytes, python_stdlib
 
 
 class Failing(PackedBytes):

@@ -31,8 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_cp.checkpoint.atomic import leftovers
-from lightning_cp.checkpoint.latest import latest_checkpoint
-from lightning_cp.checkpoint.read import open_checkpoint
+from lightning_cp.checkpoint.read import latest_checkpoint, open_checkpoint
 from lightning_cp.checkpoint.save import BackgroundSave, plan_save, save_checkpoint
 from lightning_cp.errors import CheckpointError
 from tests.helpers.checkpoint.kill_places import NAME, PLACES

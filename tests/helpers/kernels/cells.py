@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from lightning_cp.kernels.aten_cpu import AtenCpuFlash
+from lightning_cp.kernels.aten import AtenCpuFlash
 from lightning_cp.kernels.protocol import Kernel
 from lightning_cp.kernels.reference import ReferenceKernel
 from lightning_cp.layout.mask import Mask

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from lightning_cp.kernels.triton.scores import seen_range, tanh
+from lightning_cp.kernels.triton.device import seen_range, tanh
 
 
 @triton.jit

@@ -47,7 +47,7 @@ CHECKPOINT_MUTANTS = (
     ),
     Mutant(
         "the newest by its name",
-        "lightning_cp/checkpoint/latest.py",
+        "lightning_cp/checkpoint/read.py",
         "    return max(times, key=lambda path: (times[path], path == named), default=None)",
         "    return max(times, default=None)",
         ("tests/unit/checkpoint/test_latest.py::test_what_was_completed_last_is_the_newest",),
@@ -87,7 +87,7 @@ CHECKPOINT_MUTANTS = (
     ),
     Mutant(
         "optimizers by number only",
-        "lightning_cp/checkpoint/optimizers.py",
+        "lightning_cp/checkpoint/restore.py",
         "    return [place[name] for name in own]",
         "    return list(range(len(own)))",
         (f"{REFUSED}::test_optimizers_are_loaded_by_name",),

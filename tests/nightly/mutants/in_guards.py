@@ -218,7 +218,7 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "dead ranks are answered once for all",
-        "lightning_cp/launch/rendezvous.py",
+        "lightning_cp/launch/ranks.py",
         '            if store.check([f"{_FOLDER}/{own}/knows/{other}"]):',
         '            if store.check([f"{_FOLDER}/asks/{other}"]):',
         ("tests/unit/watchdog/test_restarts.py::test_questions_of_the_dead_do_not_count",),

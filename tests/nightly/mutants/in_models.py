@@ -23,7 +23,7 @@ MODEL_MUTANTS = (
     ),
     Mutant(
         "each rank looks at its own longest position",
-        "lightning_cp/models/hf/rotary.py",
+        "lightning_cp/models/hf/positions.py",
         "handle.state.positions.longest)",
         "int(positions.max()))",
         (

@@ -27,7 +27,7 @@ MUON_MUTANTS = (
     ),
     Mutant(
         "results of other copies are not taken",
-        f"{OPTIM}/exchange.py",
+        f"{OPTIM}/matrix_step.py",
         "            self._take_all(_split(posted.wait(), some, [grid.part] * len(some)))",
         "            message = posted.wait()\n"
         "            if copy == grid.copy:\n"
@@ -37,7 +37,7 @@ MUON_MUTANTS = (
     ),
     Mutant(
         "results are not given back to other parts",
-        f"{OPTIM}/exchange.py",
+        f"{OPTIM}/matrix_step.py",
         "            self._held.update(_split(self._posted.wait(), some, [grid.part] * len(some)))",
         "            self._posted.wait()",
         (f"{SHARDINGS}[fsdp 2]",),
@@ -87,7 +87,7 @@ MUON_MUTANTS = (
     ),
     Mutant(
         "results are sent to other copies after the next computation",
-        f"{OPTIM}/exchange.py",
+        f"{OPTIM}/matrix_step.py",
         "            for one in copied:\n                one.post()\n            results = {",
         "            results = {",
         (

@@ -116,7 +116,7 @@ RESUME_MUTANTS = (
     ),
     Mutant(
         "buffers that are copied where they lie",
-        f"{ROOM}/replay.py",
+        f"{ROOM}/record.py",
         "copies[owned] = buffer.detach().clone()",
         "copies[owned] = buffer.detach()",
         ("tests/unit/resume/test_taken_back.py",),
@@ -124,7 +124,7 @@ RESUME_MUTANTS = (
     ),
     Mutant(
         "buffers copied once",
-        f"{ROOM}/replay.py",
+        f"{ROOM}/record.py",
         "                torch._foreach_copy_(into, of)\n",
         "                pass\n",
         ("tests/unit/resume/test_taken_back.py",),

@@ -5,31 +5,29 @@ from __future__ import annotations
 from tests.nightly.mutants.mutant import Mutant
 from tests.nightly.mutants.selections import triton, triton_modes
 
-FORWARD = "lightning_cp/kernels/triton/forward.py"
-BACKWARD = "lightning_cp/kernels/triton/backward.py"
+DEVICE = "lightning_cp/kernels/triton/device.py"
 HOST = "lightning_cp/kernels/triton/launch.py"
-TABLES = "lightning_cp/kernels/triton/tiles.py"
 
 TRITON_MUTANTS = (
     Mutant(
         "Triton: diagonal off by one",
-        FORWARD,
-        "(ahead <= high) & (index",
-        "(ahead <= high + 1) & (index",
+        DEVICE,
+        "\n                seen = (ahead >= low) & (ahead <= high) & (index",
+        "\n                seen = (ahead >= low) & (ahead <= high + 1) & (index",
         (triton("head_dims[cpu-float32-32-32]"),),
         "Within a block of the diagonal a query sees the token that it shall predict.",
     ),
     Mutant(
         "Triton: keys beyond a tile",
-        FORWARD,
-        " & (index < edges[part + 1])[None, :]",
-        "",
+        DEVICE,
+        "\n                seen = (ahead >= low) & (ahead <= high) & (index < edges[part + 1])[None, :]",
+        "\n                seen = (ahead >= low) & (ahead <= high)",
         (triton("lists[hidden-cpu]", "_tile_lists"),),
         "The last block of a tile is filled up with zeros, which take weight from the keys.",
     ),
     Mutant(
         "Triton: sum of weights not rescaled",
-        FORWARD,
+        DEVICE,
         "total = total * decay + tl.sum(weights, 1)",
         "total = total + tl.sum(weights, 1)",
         (triton("head_dims[cpu-float32-32-32]"),),
@@ -37,7 +35,7 @@ TRITON_MUTANTS = (
     ),
     Mutant(
         "Triton: lse in base 2",
-        FORWARD,
+        DEVICE,
         "(peak + tl.log2(divisor)) * 0.6931471805599453",
         "peak + tl.log2(divisor)",
         (triton("lists[bands-cpu]", "_tile_lists"),),
@@ -45,15 +43,15 @@ TRITON_MUTANTS = (
     ),
     Mutant(
         "Triton: K/V heads repeated instead of interleaved",
-        FORWARD,
-        "head // GROUP",
-        "head % (tl.num_programs(1) // GROUP)",
+        DEVICE,
+        "weighted, total, peak, queries, k, v, row, head // GROUP",
+        "weighted, total, peak, queries, k, v, row, head % (tl.num_programs(1) // GROUP)",
         (triton("head_groups[heads1-cpu]"),),
         "Query heads attend to keys of another group; shapes are right.",
     ),
     Mutant(
         "Triton: cap left out of forward",
-        FORWARD,
+        DEVICE,
         "scores = tanh(scores) * outer",
         "scores = scores * outer",
         (triton("cap[packed-cpu]"),),
@@ -61,7 +59,7 @@ TRITON_MUTANTS = (
     ),
     Mutant(
         "Triton: largest scores in base 2",
-        FORWARD,
+        DEVICE,
         "largest = tl.where(total == total, peak, total) * 0.6931471805599453",
         "largest = tl.where(total == total, peak, total)",
         (triton("largest_scores[1-cpu]", "_tile_lists"),),
@@ -77,7 +75,7 @@ TRITON_MUTANTS = (
     ),
     Mutant(
         "Triton: distances of local positions",
-        TABLES,
+        HOST,
         "shift = delta + k_start - q_start",
         "shift = k_start - q_start",
         (triton("distances_are_global", "_tiles"),),
@@ -85,7 +83,7 @@ TRITON_MUTANTS = (
     ),
     Mutant(
         "Triton: delta left out",
-        BACKWARD,
+        DEVICE,
         "dscores = weights * (dweights - delta[:, None]) * bend",
         "dscores = weights * dweights * bend",
         (triton("lists[bands-cpu]", "_tile_lists"),),
@@ -93,15 +91,15 @@ TRITON_MUTANTS = (
     ),
     Mutant(
         "Triton: keys beyond a tile in backward",
-        BACKWARD,
-        " & (index < edges[part + 1])[None, :]",
-        "",
+        DEVICE,
+        "\n            seen = (ahead >= low) & (ahead <= high) & (index < edges[part + 1])[None, :]",
+        "\n            seen = (ahead >= low) & (ahead <= high)",
         (triton("all_scores_far_below_zero[cpu]", "_tile_lists"),),
         "They are zeros and add nothing, until a weight overflows: dq is NaN, late in training.",
     ),
     Mutant(
         "Triton: derivative of the cap dropped",
-        BACKWARD,
+        DEVICE,
         "bend = 1.0 - capped * capped",
         "bend = 1.0",
         (triton("cap[packed-cpu]"),),
@@ -109,7 +107,7 @@ TRITON_MUTANTS = (
     ),
     Mutant(
         "Triton: keys learn from one head of a group",
-        BACKWARD,
+        DEVICE,
         "range(kv_head * GROUP, kv_head * GROUP + GROUP)",
         "range(kv_head * GROUP, kv_head * GROUP + 1)",
         (triton("head_groups[heads2-cpu]"),),
@@ -117,7 +115,7 @@ TRITON_MUTANTS = (
     ),
     Mutant(
         "Triton: one slope for a group",
-        BACKWARD,
+        DEVICE,
         "head * slopes.head)\n                slope",
         "kv_head * slopes.head)\n                slope",
         (triton("slopes[causal-dense-1-cpu]"),),

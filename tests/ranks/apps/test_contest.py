@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_cp.apps.compare.groups import final_bits, groups_of
-from lightning_cp.apps.compare.groups_report import COLUMNS, compare_groups
+from lightning_cp.apps.compare.groups import COLUMNS, compare_groups, final_bits, groups_of
 from lightning_cp.apps.compare.runs import TrainRun, read_runs
 from lightning_cp.errors import ConfigError
 from tests.helpers.apps.folders import run_folder

@@ -1,4 +1,4 @@
-"""Runs that the comparison makes itself. The whole matrix: ``pytest -m nightly tests/compare`` (minutes)."""
+"""Runs that the comparison makes itself. The whole matrix: ``pytest -m nightly tests/ranks/apps`` (minutes)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_cp.apps.compare.__main__ import compare
-from lightning_cp.apps.compare.matrix import repeat_for_seeds
+from lightning_cp.apps.compare.__main__ import compare, repeat_for_seeds
 from lightning_cp.errors import ConfigError
 from tests.ranks.apps.test_compare import command
 from tests.ranks.apps.test_train import SMALL

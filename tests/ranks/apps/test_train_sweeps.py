@@ -1,6 +1,6 @@
 """Sweeps of the main job: other numbers of processes from job to job, other strategies, a job that fails.
 
-The long ones: ``pytest -m nightly tests/sweeps``.
+The long ones: ``pytest -m nightly tests/ranks/apps``.
 """
 
 from __future__ import annotations

@@ -12,9 +12,8 @@ from omegaconf import OmegaConf
 from lightning_cp.bench import suites
 from lightning_cp.bench.__main__ import bench
 from lightning_cp.bench.methods import AttentionCase, ContextParallelMethod, Step
-from lightning_cp.bench.modes import ModeRow, measure_modes, row_of
+from lightning_cp.bench.modes import ModeRow, chosen_methods, measure_modes, row_of
 from lightning_cp.bench.processes import TorchrunRank, torchrun_rank
-from lightning_cp.bench.selection import chosen_methods
 from lightning_cp.bench.settings import SUITES, BenchSettings
 from lightning_cp.errors import ConfigError
 from tests.helpers.bench.configured import TINY, plain, settings_of

@@ -13,9 +13,8 @@ import torch
 
 from lightning_cp.apps.train.resume import newest_whole
 from lightning_cp.checkpoint.__main__ import main
-from lightning_cp.checkpoint.latest import latest_checkpoint
 from lightning_cp.checkpoint.manifest import SaveInfo
-from lightning_cp.checkpoint.read import open_checkpoint
+from lightning_cp.checkpoint.read import latest_checkpoint, open_checkpoint
 from lightning_cp.checkpoint.save import save_checkpoint
 from tests.helpers.checkpoint.states import same, state_of
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_cp.checkpoint import atomic as durable
-from lightning_cp.checkpoint.latest import latest_checkpoint
-from lightning_cp.checkpoint.read import open_checkpoint
+from lightning_cp.checkpoint.read import latest_checkpoint, open_checkpoint
 from lightning_cp.checkpoint.save import BackgroundSave, finish_save, plan_save, save_checkpoint
 from lightning_cp.errors import CheckpointError
 from tests.helpers.checkpoint.states import same, state_of

@@ -13,9 +13,8 @@ from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_cp.checkpoint.latest import latest_checkpoint
 from lightning_cp.checkpoint.manifest import SaveInfo
-from lightning_cp.checkpoint.read import open_checkpoint
+from lightning_cp.checkpoint.read import latest_checkpoint, open_checkpoint
 from lightning_cp.checkpoint.save import BackgroundSave, plan_save, save_checkpoint
 from lightning_cp.checkpoint.tensors import whole
 from lightning_cp.errors import CheckpointError

@@ -7,9 +7,8 @@ from pathlib import Path
 import lightning as L
 import pytest
 
-from lightning_cp.checkpoint.latest import latest_checkpoint
 from lightning_cp.checkpoint.manager import CheckpointManager
-from lightning_cp.checkpoint.read import open_checkpoint
+from lightning_cp.checkpoint.read import latest_checkpoint, open_checkpoint
 from lightning_cp.checkpoint.save import save_checkpoint
 from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.fabric import UlyssesRingStrategy

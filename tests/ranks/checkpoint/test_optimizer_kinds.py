@@ -11,7 +11,7 @@ from lightning.fabric import Fabric
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_cp.checkpoint.optimizers import fit_state, kinds_of
+from lightning_cp.checkpoint.restore import fit_state, kinds_of
 from lightning_cp.errors import CheckpointError
 from lightning_cp.fabric import UlyssesRingStrategy
 from tests.helpers.pool import run_ranks

@@ -18,9 +18,9 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_cp.checkpoint.checkpoint_io import open_anywhere
 from lightning_cp.checkpoint.full import manifest_of_file
-from lightning_cp.checkpoint.latest import latest_checkpoint
 from lightning_cp.checkpoint.manager import CheckpointManager
 from lightning_cp.checkpoint.manifest import SaveInfo
+from lightning_cp.checkpoint.read import latest_checkpoint
 from lightning_cp.checkpoint.store import put_in_store, remove_from_store
 from lightning_cp.errors import CheckpointError
 from lightning_cp.fabric import UlyssesRingStrategy

@@ -9,8 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_cp.checkpoint.latest import latest_checkpoint
-from lightning_cp.checkpoint.read import open_checkpoint
+from lightning_cp.checkpoint.read import latest_checkpoint, open_checkpoint
 from tests.helpers.checkpoint.cases import cases
 from tests.helpers.checkpoint.states import same
 from tests.helpers.pool import run_ranks

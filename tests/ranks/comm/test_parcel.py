@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_cp.comm.object_broadcast import broadcast_packed, pack
+from lightning_cp.comm.consensus import broadcast_packed, pack
 from lightning_cp.utils.containers import tensors_of
 from tests.helpers.pool import run_ranks
 from tests.unit.utils.test_containers import CONTAINERS, tensor

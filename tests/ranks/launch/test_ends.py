@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from lightning_cp.launch import rendezvous as end
+from lightning_cp.launch import ranks as end
 from tests.helpers.pool import run_ranks
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
-from lightning_cp.models.hf.rotary import patch_length_dependent_rope
+from lightning_cp.models.hf.positions import patch_length_dependent_rope
 from lightning_cp.models.hf.swap import swap_hf
 from tests.helpers.models.steps import Case, make_batch, make_model, one_process
 from tests.ranks.models.test_hf import compare as compare_valid

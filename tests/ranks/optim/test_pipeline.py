@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from benchmarks.op_counts import Counts
 from lightning_cp.comm.ring import PendingMessage
-from lightning_cp.optim import Muon, exchange, matrix_step
+from lightning_cp.optim import Muon, matrix_step
 from lightning_cp.utils.dtensor import forget_meshes
 from tests.helpers.pool import run_ranks
 
@@ -45,7 +45,7 @@ def events(rank: int, world_size: int, copies: int) -> list[str]:
     steps: list[str] = []
     muon = optimizer(world_size, 6 * world_size, 2, copies)
     muon.step()
-    posted = {name: getattr(exchange, name) for name in POSTS}
+    posted = {name: getattr(matrix_step, name) for name in POSTS}
     computed, waited = matrix_step.orthogonalise, PendingMessage.wait
 
     def posts(name: str) -> Any:
@@ -70,12 +70,12 @@ def events(rank: int, world_size: int, copies: int) -> list[str]:
 
     PendingMessage.wait, matrix_step.orthogonalise = wait, compute  # type: ignore[assignment,method-assign]
     for name in POSTS:
-        setattr(exchange, name, posts(name))
+        setattr(matrix_step, name, posts(name))
     try:
         muon.step()
     finally:
         for name, before in posted.items():
-            setattr(exchange, name, before)
+            setattr(matrix_step, name, before)
         PendingMessage.wait, matrix_step.orthogonalise = waited, computed  # type: ignore[method-assign]
     return steps
 

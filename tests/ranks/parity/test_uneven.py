@@ -14,7 +14,7 @@ from lightning_cp import ContextParallelMixin
 from lightning_cp.batch import BatchRules, read_batch
 from lightning_cp.errors import ConfigError, ParityError
 from lightning_cp.layout import SequenceLayout
-from lightning_cp.parity.uneven import with_uneven_labels
+from lightning_cp.parity.batches import with_uneven_labels
 from lightning_cp.utils.labels import IGNORED_LABEL
 from tests.helpers.parity import modules
 from tests.helpers.pool import expect_on_every_rank, run_ranks

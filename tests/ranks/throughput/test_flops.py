@@ -15,8 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_cp.batch import BatchRules, CountedBatch, read_batch
 from lightning_cp.layout import Documents
 from lightning_cp.throughput.flops import CountedModel, count_active_parameters
-from lightning_cp.throughput.options import ThroughputOptions
-from lightning_cp.throughput.work import AttentionCall, observe_calls, shared_call
+from lightning_cp.throughput.work import (
+    AttentionCall,
+    ThroughputOptions,
+    observe_calls,
+    shared_call,
+)
 from tests.helpers.models.later import all_families
 from tests.helpers.models.steps import Case, make_batch, make_model, start, step
 from tests.helpers.pool import run_ranks

@@ -21,8 +21,8 @@ from lightning_cp.apps.data import (
     load_text,
     stdlib_files,
     text_files,
+    unigram_entropy,
 )
-from lightning_cp.apps.data.corpus import unigram_entropy
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import Documents
 from lightning_cp.utils.labels import IGNORED_LABEL

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_cp.bench.report import _repeats
+from lightning_cp.bench.suites import _repeats
 from lightning_cp.bench.timers import (
     Figure,
     RunSamples,

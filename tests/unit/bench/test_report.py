@@ -11,7 +11,7 @@ import pytest
 from lightning_cp.bench.hardware_json import MachineInfo
 from lightning_cp.bench.links import LinkRow
 from lightning_cp.bench.modes import ModeRow
-from lightning_cp.bench.report import BenchReport
+from lightning_cp.bench.suites import BenchReport
 from tests.helpers.bench.configured import TINY, settings_of
 
 MACHINE = MachineInfo("cpu", "a CPU", 2, 2, 2, 1 << 30, "2.13.0", None, None, "gloo", None)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cp.bench.report import BenchReport
+from lightning_cp.bench.suites import BenchReport
 from lightning_cp.checkpoint import load_pretrained
 from lightning_cp.checkpoint.manifest import SaveInfo
 from lightning_cp.checkpoint.read import open_checkpoint

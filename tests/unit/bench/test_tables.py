@@ -7,7 +7,7 @@ from dataclasses import replace
 from lightning_cp.bench.links import LinkRow
 from lightning_cp.bench.methods import AttentionCase, context_parallel_methods
 from lightning_cp.bench.modes import ModeRow
-from lightning_cp.bench.tables import link_tables, mode_tables
+from lightning_cp.bench.suites import link_tables, mode_tables
 
 KIB = 1 << 10
 MODE = ModeRow("ulysses", 2, 64, 0, "float32", 8, 4, 2, False)

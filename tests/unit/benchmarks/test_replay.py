@@ -15,7 +15,7 @@ from benchmarks import replay
 from benchmarks.no_comm import Arrivals, OneRank, one_rank
 from benchmarks.replay import ZigzagCalls
 from lightning_cp.bench.methods import AttentionCase, ContextParallelMethod
-from lightning_cp.kernels.aten_cpu import AtenCpuFlash
+from lightning_cp.kernels.aten import AtenCpuFlash
 from lightning_cp.kernels.protocol import Merged, Scores
 from lightning_cp.layout import Mask, SequenceLayout, Tile
 from tests.helpers import oracle

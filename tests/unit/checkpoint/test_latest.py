@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from lightning_cp.checkpoint.atomic import BEFORE, temporary_path
-from lightning_cp.checkpoint.latest import latest_checkpoint, set_saved_at
-from lightning_cp.checkpoint.read import open_checkpoint
+from lightning_cp.checkpoint.read import latest_checkpoint, open_checkpoint, set_saved_at
 from lightning_cp.checkpoint.save import save_checkpoint
 from tests.helpers.checkpoint.states import same, state_of
 from tests.unit.checkpoint.test_damage import flip

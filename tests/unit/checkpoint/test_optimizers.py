@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cp.checkpoint.optimizers import fit_state, named_parameters, names_of
 from lightning_cp.checkpoint.read import open_checkpoint
-from lightning_cp.checkpoint.restore import templates_for
+from lightning_cp.checkpoint.restore import fit_state, named_parameters, names_of, templates_for
 from lightning_cp.checkpoint.save import save_checkpoint
 from lightning_cp.errors import CheckpointError
 from lightning_cp.strategies.fabric_checkpoints import _restore

@@ -108,7 +108,7 @@ def frozen(module: nn.Module) -> torch.optim.Optimizer:
 def test_another_optimizer_is_refused_before_the_model_is_loaded(
     optimizer: Any, match: str
 ) -> None:
-    from lightning_cp.checkpoint.optimizers import names_of
+    from lightning_cp.checkpoint.restore import names_of
 
     theirs = model(3)
     theirs[0].bias.data += 1  # type: ignore[index]
@@ -131,7 +131,7 @@ def test_optimizers_are_loaded_by_name() -> None:
     """Parameters in another order get their own state."""
     module = model(3)
     reordered = stepped(module, groups=[*module.parameters()][::-1])
-    from lightning_cp.checkpoint.optimizers import fit_state, names_of
+    from lightning_cp.checkpoint.restore import fit_state, names_of
 
     named = dict(module.named_parameters())
     saved, own = names_of(reordered, named), list(named)

@@ -14,8 +14,7 @@ import pytest
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from lightning_cp.checkpoint.lazy_tree import LazyEntries
-from lightning_cp.checkpoint.read import open_checkpoint
+from lightning_cp.checkpoint.read import LazyEntries, open_checkpoint
 from lightning_cp.checkpoint.save import save_checkpoint
 from lightning_cp.errors import CheckpointError
 from tests.helpers.checkpoint.states import same, state_of

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_cp.kernels import varlen as packs
-from lightning_cp.kernels.aten_cuda import AtenCudaCudnn, AtenCudaFlash
+from lightning_cp.kernels.aten import AtenCudaCudnn, AtenCudaFlash
 from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.kernels.protocol import QKV, Kernel, Scores
 from lightning_cp.layout.mask import Mask

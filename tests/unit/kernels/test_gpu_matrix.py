@@ -14,7 +14,7 @@ from itertools import product
 import pytest
 import torch
 
-from lightning_cp.kernels.aten_cpu import AtenCpuFlash
+from lightning_cp.kernels.aten import AtenCpuFlash
 from lightning_cp.kernels.protocol import Kernel, Request
 from lightning_cp.kernels.select import kernels
 from lightning_cp.layout.mask import Mask

@@ -12,7 +12,7 @@ from itertools import product
 import pytest
 import torch
 
-from lightning_cp.kernels.aten_cuda import AtenCudaCudnn
+from lightning_cp.kernels.aten import AtenCudaCudnn
 from lightning_cp.kernels.merge import Accumulator, GradientSums
 from lightning_cp.kernels.protocol import QKV, Kernel, Merged, Request, Scores
 from lightning_cp.kernels.select import kernels

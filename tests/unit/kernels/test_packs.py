@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from typing_extensions import override
 
 from lightning_cp.kernels import varlen as packs
-from lightning_cp.kernels.aten_cuda import AtenCudaFlash
+from lightning_cp.kernels.aten import AtenCudaFlash
 from lightning_cp.kernels.protocol import QKV, Scores
 from lightning_cp.kernels.varlen import FlashCall, PackRule, Spans, flash_mask, pack_tiles
 from lightning_cp.layout.documents import Documents

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from lightning_cp.kernels.aten_cpu import AtenCpuFlash
+from lightning_cp.kernels.aten import AtenCpuFlash
 from lightning_cp.kernels.flash_attn import FlashAttn2
 from lightning_cp.kernels.merge import Accumulator, GradientSum, GradientSums
 from lightning_cp.kernels.protocol import QKV, Kernel, Merged, Scores

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_cp.kernels.aten_cpu import AtenCpuFlash
+from lightning_cp.kernels.aten import AtenCpuFlash
 from lightning_cp.kernels.merge import Accumulator, GradientSums
 from lightning_cp.kernels.per_tile import replace_infinities
 from lightning_cp.kernels.protocol import QKV, Kernel, Merged, Scores

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_cp.kernels.aten_cpu import AtenCpuFlash
+from lightning_cp.kernels.aten import AtenCpuFlash
 from lightning_cp.kernels.reference import ReferenceKernel
 from lightning_cp.layout.mask import Mask
 from lightning_cp.layout.sequence import SequenceLayout

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_cp.kernels.triton.tiles import FAR
+from lightning_cp.kernels.triton.launch import FAR
 from tests.helpers.kernels.devices import DEVICES
 
 BLOCK = 4

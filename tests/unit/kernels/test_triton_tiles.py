@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cp.kernels.triton.tiles import Table, make_table
+from lightning_cp.kernels.triton.launch import Table, make_table
 from lightning_cp.layout.mask import Mask
 from lightning_cp.layout.tiles import ALL_ROWS, Tile
 from tests.unit.kernels.test_tile_lists import BATCH, KEYS, QUERIES, seen_by, tile_lists

@@ -13,12 +13,12 @@ from torch import nn
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.models import StepState, SwapHandle, swap_attention
-from lightning_cp.models.call_scope import local_modules
 from lightning_cp.models.guards.attention_calls import watch_attention, watch_calls
 from lightning_cp.models.guards.token_mixing import check_no_mixing, watch_pooling
 from lightning_cp.models.handle import install_replacements
 from lightning_cp.models.hf.swap import swap_hf
 from lightning_cp.models.sdpa import sdpa_replacements
+from lightning_cp.models.swap import local_modules
 from tests.helpers.models.later import all_families
 from tests.helpers.models.steps import Case, make_model
 

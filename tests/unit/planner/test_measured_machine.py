@@ -18,7 +18,7 @@ from lightning_cp.bench.hardware_json import (
 )
 from lightning_cp.bench.kernels import KernelRow
 from lightning_cp.bench.links import LinkRow
-from lightning_cp.bench.overheads import OverheadRow
+from lightning_cp.bench.model_step import OverheadRow
 from lightning_cp.errors import ConfigError
 from lightning_cp.planner.hardware import Hardware, OverheadRate
 from lightning_cp.planner.machines import machine_of_hardware, machine_of_measured, nearest_ranks

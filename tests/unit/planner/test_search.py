@@ -7,26 +7,25 @@ from typing import Any
 
 import pytest
 
-from lightning_cp.config import StrategyConfig
-from lightning_cp.errors import ConfigError
-from lightning_cp.layout import Mask, attention_traffic, schedule
-from lightning_cp.layout.axes import Axis, Flat
-from lightning_cp.planner.advice import (
+from lightning_cp.apps.plan.report import (
     advice,
     find_out_of_memory,
     find_poorly_sharded,
     largest_stacked_parameter,
     parameter_memory,
 )
+from lightning_cp.apps.plan.write import strategy_settings, trainer_settings
+from lightning_cp.config import StrategyConfig
+from lightning_cp.errors import ConfigError
+from lightning_cp.layout import Mask, attention_traffic, schedule
+from lightning_cp.layout.axes import Axis, Flat
 from lightning_cp.planner.attention import AttentionCost, attention_cost
-from lightning_cp.planner.comm_volume import comm_volumes
-from lightning_cp.planner.export import strategy_settings, trainer_settings
 from lightning_cp.planner.job import Job, MeshSizes, PlanCase, TrainingMethod
 from lightning_cp.planner.machines import GIB, MACHINES
 from lightning_cp.planner.memory import memory_of
 from lightning_cp.planner.model import model_from_config
 from lightning_cp.planner.search import Limits, SearchResult, meshes, search, training_methods
-from lightning_cp.planner.time_model import step_seconds
+from lightning_cp.planner.time_model import comm_volumes, step_seconds
 from lightning_cp.strategies.validation import check
 from tests.helpers.planner.configs import LLAMA_405B, SMALL
 

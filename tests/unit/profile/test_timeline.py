@@ -8,10 +8,16 @@ from typing import Any
 import pytest
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.profile.report import draw, markdown
-from lightning_cp.profile.summary import RankFigures, RankSummary, as_json, figures, summarise
-from lightning_cp.profile.timeline import exposed_parts, timeline_of, union
-from lightning_cp.profile.trace import Nesting, trace_of
+from lightning_cp.profile.report import (
+    RankFigures,
+    RankSummary,
+    as_json,
+    draw,
+    figures,
+    markdown,
+    summarise,
+)
+from lightning_cp.profile.timeline import Nesting, exposed_parts, timeline_of, trace_of, union
 from tests.helpers.profile.events import BACKWARD_THREAD, event, kernel, ours, step
 
 

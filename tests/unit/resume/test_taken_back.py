@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from lightning_cp.resume.replay import BufferCopies, CallbackStates
+from lightning_cp.resume.record import BufferCopies, CallbackStates
 from tests.helpers.resume.runs import Statistics
 
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from lightning_cp.launch.rendezvous import name_of_attempt
+from lightning_cp.launch.ranks import name_of_attempt
 
 SOON = timedelta(seconds=20)
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lightning_cp.checkpoint import manifest
+from lightning_cp.checkpoint.pretrained import files as write
 from lightning_cp.checkpoint.pretrained import reader
-from lightning_cp.checkpoint.pretrained import writer as write
 from lightning_cp.checkpoint.pretrained.export import export_pretrained
 from lightning_cp.checkpoint.pretrained.load import load_pretrained
 from lightning_cp.checkpoint.read import open_checkpoint

@@ -23,7 +23,7 @@ from lightning_cp.watchdog.messages import (
     Verdict,
 )
 from lightning_cp.watchdog.phase import Position, Slot
-from lightning_cp.watchdog.server import Hub
+from lightning_cp.watchdog.thread import Hub
 from lightning_cp.watchdog.watch import _listen
 
 TOKEN = "a5" * 16

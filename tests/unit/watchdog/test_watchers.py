@@ -12,13 +12,11 @@ from dataclasses import replace
 import pytest
 
 from lightning_cp.watchdog import attribution as verdicts
-from lightning_cp.watchdog import server as hubs
+from lightning_cp.watchdog import thread as hubs
 from lightning_cp.watchdog import thread as watchers
-from lightning_cp.watchdog.client import Member
 from lightning_cp.watchdog.messages import BROKEN, Card, Note, Verdict
 from lightning_cp.watchdog.phase import Phase, PhasePosition, Position
-from lightning_cp.watchdog.server import Hub
-from lightning_cp.watchdog.thread import Watcher
+from lightning_cp.watchdog.thread import Hub, Member, Watcher
 from lightning_cp.watchdog.watch import LOOPBACK, _listen
 
 TOKEN = "a5" * 16

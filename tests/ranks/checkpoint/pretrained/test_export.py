@@ -20,7 +20,7 @@ from lightning_cp.checkpoint import atomic as durable
 from lightning_cp.checkpoint import export_pretrained, load_pretrained
 from lightning_cp.checkpoint.atomic import machine_id
 from lightning_cp.checkpoint.pretrained import export as files_module
-from lightning_cp.checkpoint.pretrained.writer import TensorFile
+from lightning_cp.checkpoint.pretrained.files import TensorFile
 from lightning_cp.errors import CheckpointError, ConfigError, RankFailure
 from tests.helpers.checkpoint.cases import cases
 from tests.helpers.checkpoint.pretrained.models import (

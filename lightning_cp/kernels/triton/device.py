@@ -1,24 +1,197 @@
-"""Device code of the backward pass: weights recomputed from the merged log-sum-exp.
+"""Device code of FlashAttention-2 over the tiles of a block; imported only if Triton is installed.
 
-With ``delta = rowsum(dout * out)``: ``dv = p' dout``, ``ds = p (dout v' - delta)``, ``dq = ds k``,
-``dk = ds' q`` (Dao 2023, arXiv 2307.08691, algorithm 2). dq and delta come from programs that own
-queries, then dk and dv from programs that own keys: no two add to the same place, so that the sums
-have a fixed order. Imported only if Triton is installed.
+Scores are in units of log2, for ``exp2``. With ``inner`` and ``outer`` from the host:
+``s = (q.k) * inner``, or with a cap ``s = outer * tanh((q.k) * inner)``; then with slopes
+``s -= slope * |i - j + shift|``. Forward is Dao 2023, arXiv 2307.08691, algorithm 1.
+
+Backward recomputes weights from the merged log-sum-exp. With ``delta = rowsum(dout * out)``:
+``dv = p' dout``, ``ds = p (dout v' - delta)``, ``dq = ds k``, ``dk = ds' q`` (algorithm 2). dq and delta come
+from programs that own queries, then dk and dv from programs that own keys: no two add to the same place, so
+that the sums have a fixed order.
+
+Annotations of device code are read by Triton, so no ``from __future__ import annotations`` here.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportCallIssue=false
 import triton
 import triton.language as tl
 
-from lightning_cp.kernels.triton.scores import (
-    add_to_block,
-    load_block,
-    load_whole_block,
-    numbers,
-    seen_range,
-    tanh,
-    tokens,
-)
+
+@triton.jit
+def tokens(x, row, head, first, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return pointers [BLOCK, BLOCK_D] to one head of the tokens ``first ..``.
+
+    The first one is computed in 64 bits: a tensor may have more than 2^31 entries.
+    """
+    start = x.at + tl.cast(row, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head
+    start += tl.cast(first, tl.int64) * x.token
+    return start + tl.arange(0, BLOCK)[:, None] * x.token + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
+def numbers(x, row, head, first, BLOCK: tl.constexpr):
+    """Return pointers [BLOCK] to one number per token."""
+    start = x.at + tl.cast(row, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head
+    return start + tl.cast(first, tl.int64) * x.token + tl.arange(0, BLOCK) * x.token
+
+
+@triton.jit
+def load_block(pointers, count, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load [BLOCK, BLOCK_D], 0 beyond the first ``count`` tokens and beyond D."""
+    inside = tl.arange(0, BLOCK)[:, None] < count
+    if BLOCK_D != D:
+        inside = inside & (tl.arange(0, BLOCK_D)[None, :] < D)
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def load_whole_block(pointers, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load [BLOCK, BLOCK_D] of a complete block of tokens, 0 beyond D."""
+    if BLOCK_D != D:
+        return tl.load(pointers, mask=tl.arange(0, BLOCK_D)[None, :] < D, other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def store_block(pointers, x, count, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store the first ``count`` tokens."""
+    inside = tl.arange(0, BLOCK)[:, None] < count
+    if BLOCK_D != D:
+        inside = inside & (tl.arange(0, BLOCK_D)[None, :] < D)
+    tl.store(pointers, x, mask=inside)
+
+
+@triton.jit
+def add_to_block(pointers, x, count, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Add to the first ``count`` tokens, which no other program touches."""
+    before = load_block(pointers, count, BLOCK, D, BLOCK_D)
+    store_block(pointers, before + x, count, BLOCK, D, BLOCK_D)
+
+
+@triton.jit
+def seen_range(begin, end, first, last, near, far, BLOCK: tl.constexpr):
+    """Return the part of the tokens ``begin .. end`` that the block ``first .. last`` sees, in three parts.
+
+    Token i of the block sees ``i + near .. i + far``. The middle part has whole blocks that every token
+    of the block sees: no mask is needed there.
+    """
+    start = tl.maximum(begin, first + near)
+    stop = tl.minimum(end, last + far)
+    whole = start + tl.cdiv(tl.maximum(last - 1 + near - start, 0), BLOCK) * BLOCK
+    whole = tl.minimum(whole, stop)
+    cut = whole + tl.maximum(tl.minimum(stop, first + far + 1) - whole, 0) // BLOCK * BLOCK
+    return start, whole, cut, stop
+
+
+@triton.jit
+def tanh(x):
+    """Compute tanh to a few units in the last place, for small x too, by Eigen's float32 approximation.
+
+    Odd over even polynomial on +-7.9, beyond which tanh is 1 in float32. ``1 - 2 / (exp(2 x) + 1)`` loses
+    precision for small x, and Triton's own tanh is missing in its interpreter.
+    """
+    x = tl.minimum(tl.maximum(x, -7.90531110763549805), 7.90531110763549805)
+    y = x * x
+    odd = -2.76076847742355e-16 * y + 2.00018790482477e-13
+    odd = odd * y - 8.60467152213735e-11
+    odd = odd * y + 5.12229709037114e-08
+    odd = odd * y + 1.48572235717979e-05
+    odd = odd * y + 6.37261928875436e-04
+    odd = odd * y + 4.89352455891786e-03
+    even = 1.19825839466702e-06 * y + 1.18534705686654e-04
+    even = even * y + 2.26843463243900e-03
+    even = even * y + 4.89352518554385e-03
+    return x * odd / even
+
+
+@triton.jit
+def attend(
+    weighted, total, peak, q, k, v, row, kv_head,
+    first_query, edges, low, high, shift, slope, inner, outer,
+    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Pass over the visible keys of a tile for a block of queries (``seen_range``)."""
+    queries = first_query + tl.arange(0, BLOCK_Q)
+    for part in tl.static_range(3):
+        for at in range(edges[part], edges[part + 1], BLOCK_K):
+            k_at = tokens(k, row, kv_head, at, BLOCK_K, BLOCK_D)
+            v_at = tokens(v, row, kv_head, at, BLOCK_K, BLOCK_DV)
+            if part == 1:
+                keys = load_whole_block(k_at, D, BLOCK_D)
+                values = load_whole_block(v_at, DV, BLOCK_DV)
+            else:
+                count = edges[part + 1] - at
+                keys = load_block(k_at, count, BLOCK_K, D, BLOCK_D)
+                values = load_block(v_at, count, BLOCK_K, DV, BLOCK_DV)
+            scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * inner
+            index = at + tl.arange(0, BLOCK_K)
+            ahead = index[None, :] - queries[:, None]
+            if HAS_CAP:
+                scores = tanh(scores) * outer
+            if HAS_SLOPES:
+                scores -= slope * tl.abs(ahead - shift).to(tl.float32)
+            if part != 1:
+                seen = (ahead >= low) & (ahead <= high) & (index < edges[part + 1])[None, :]
+                scores = tl.where(seen, scores, float("-inf"))
+            higher = tl.maximum(peak, tl.max(scores, 1))
+            # A query without keys so far has peak -inf, and -inf - -inf would be NaN.
+            finite = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(scores - finite[:, None])
+            decay = tl.exp2(peak - finite)
+            total = total * decay + tl.sum(weights, 1)
+            weighted = weighted * decay[:, None]
+            weighted = tl.dot(weights.to(values.dtype), values, weighted, input_precision="ieee")
+            peak = higher
+    return weighted, total, peak
+
+
+@triton.jit(do_not_specialize=["span_start"])
+def forward(
+    q, k, v, out, lse, top, slopes, tiles, blocks, refs, span_start, inner, outer,
+    GROUP: tl.constexpr, IS_PER_ROW: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, HAS_TOP: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Compute one block of queries of one head over all its tiles: out, log-sum-exp and row maximum.
+
+    Grid: (blocks of queries, query heads, batch rows or 1). Results start at ``span_start``.
+    """
+    # In reverse: under a causal mask the last queries have the most keys, and should start first.
+    block = blocks + (tl.num_programs(0) - 1 - tl.program_id(0)) * 5
+    row = tl.load(block) if IS_PER_ROW else tl.program_id(2)
+    head = tl.program_id(1)
+    first, end = tl.load(block + 1), tl.load(block + 2)
+    q_at = tokens(q, row, head, first, BLOCK_Q, BLOCK_D)
+    queries = load_block(q_at, end - first, BLOCK_Q, D, BLOCK_D)
+    slope = 0.0
+    if HAS_SLOPES:
+        slope = tl.load(slopes.at + row * slopes.batch + head * slopes.head) * 1.4426950408889634
+    weighted = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    peak = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    for ref in range(tl.load(block + 3), tl.load(block + 4)):
+        tile = tiles + tl.load(refs + ref) * 7
+        low, high, shift = tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 6)
+        edges = seen_range(tl.load(tile + 2), tl.load(tile + 3), first, end, low, high, BLOCK_K)
+        weighted, total, peak = attend(
+            weighted, total, peak, queries, k, v, row, head // GROUP,
+            first, edges, low, high, shift, slope, inner, outer,
+            HAS_CAP, HAS_SLOPES, D, BLOCK_D, DV, BLOCK_DV, BLOCK_Q, BLOCK_K,
+        )  # fmt: skip
+    here = tl.arange(0, BLOCK_Q) < end - first
+    divisor = tl.where(total == 0.0, 1.0, total)
+    out_at = tokens(out, row, head, first - span_start, BLOCK_Q, BLOCK_DV)
+    store_block(out_at, weighted / divisor[:, None], end - first, BLOCK_Q, DV, BLOCK_DV)
+    lse_at = numbers(lse, row, head, first - span_start, BLOCK_Q)
+    tl.store(lse_at, (peak + tl.log2(divisor)) * 0.6931471805599453, mask=here)
+    if HAS_TOP:
+        # A maximum passes over NaN, a sum does not.
+        largest = tl.where(total == total, peak, total) * 0.6931471805599453
+        tl.store(numbers(top, row, head, first - span_start, BLOCK_Q), largest, mask=here)
 
 
 @triton.jit
