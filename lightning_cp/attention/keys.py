@@ -15,7 +15,7 @@ from itertools import groupby
 import torch
 
 from lightning_cp.kernels.merge import GradientSum
-from lightning_cp.layout.tiles import ALL_ROWS, Ranges, num_keys
+from lightning_cp.layout.tiles import ALL_ROWS, Ranges
 
 HeadIndex = tuple[int, ...] | None
 """K/V head of each query head, or ``None`` for plain grouping (``HeadBlock.kv_of_q``)."""
@@ -35,7 +35,7 @@ class Keys:
     key_dim: int
     """D of K."""
 
-    @property
+    @cached_property
     def k_and_v(self) -> tuple[torch.Tensor, ...]:
         """K and V [T, B, K/V heads, D]."""
         is_pair = len(self.tensors) == 1
@@ -60,8 +60,8 @@ class Keys:
         """Return the pair of some ranges (at least one), concatenated in contiguous memory."""
         if len(self.tensors) == 1:
             return take_ranges(self.tensors[0], ranges).contiguous()
-        made = self.tensors[0].new_empty(num_keys(ranges), *self.pair_shape[1:])
         sizes = [end - start for start, end in ranges]
+        made = self.tensors[0].new_empty(sum(sizes), *self.pair_shape[1:])
         for x, into in zip(self.tensors, split_pair(made, self.key_dim), strict=True):
             for (start, end), part in zip(ranges, into.split(sizes), strict=True):
                 part.copy_(x[start:end])
@@ -78,7 +78,8 @@ def take_ranges(kv_TBKD: torch.Tensor, ranges: Ranges) -> torch.Tensor:
 
 def kernel_keys(keys: Keys, index: HeadIndex) -> tuple[torch.Tensor, torch.Tensor]:
     """Return K and V [B, keys, heads, D]; expanded to query heads where those straddle groups."""
-    k, v = [x.transpose(0, 1) for x in keys.k_and_v]
+    k, v = keys.k_and_v
+    k, v = k.transpose(0, 1), v.transpose(0, 1)
     if index is None:
         return k, v
     # With views: an index on the device would make the host wait at every hop.
@@ -137,13 +138,15 @@ class KeyGradientSums:
         leave: bool = False,
     ) -> None:
         self._new = new = _LazyPair(keys, dtype)
-        laters = [partial(new.half, at) for at in range(2)] if leave else [None, None]
-        places = (None, None) if into is None else split_pair(into.transpose(0, 1), keys.key_dim)
-        k, v = [
-            GradientSum(x.transpose(0, 1), dtype, into=place, empty=False, later=later)
-            for x, place, later in zip(keys.k_and_v, places, laters, strict=True)
-        ]
-        self.both = (k, v)
+        later_k, later_v = (partial(new.half, 0), partial(new.half, 1)) if leave else (None, None)
+        of_k, of_v = (
+            (None, None) if into is None else split_pair(into.transpose(0, 1), keys.key_dim)
+        )
+        k, v = keys.k_and_v
+        self.both = (
+            GradientSum(k.transpose(0, 1), dtype, into=of_k, empty=False, later=later_k),
+            GradientSum(v.transpose(0, 1), dtype, into=of_v, empty=False, later=later_v),
+        )
 
     @property
     def shape_of_key(self) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -56,8 +57,10 @@ class AttentionPlan:
     @property
     def own_sinks(self) -> torch.Tensor | None:
         """Sinks [h] of this rank's query heads, detached."""
+        if self.sinks is None:
+            return None
         first, last = self.heads.q_range(self.ulysses_rank)
-        return None if self.sinks is None else self.sinks.detach()[first:last]
+        return self.sinks.detach()[first:last]
 
     @property
     def ulysses_rank(self) -> int:
@@ -73,6 +76,12 @@ class AttentionPlan:
     def gathered(self) -> GatheredSchedule:
         """Work of this ring rank once it has gathered all keys."""
         return gathered_schedule(self.schedule, self.mesh.ring_rank)
+
+    @cached_property
+    def block(self) -> HeadBlock:
+        """This rank's heads in one block."""
+        (block,) = self.blocks()
+        return block
 
     def blocks(self, kv_heads: int | None = None) -> tuple[HeadBlock, ...]:
         """Return this rank's heads in blocks of at most ``kv_heads`` K/V heads; one block for ``None``."""
@@ -163,23 +172,24 @@ def check_call(
         ShapeError: q, k and v do not fit each other or the layout, or slopes or sinks do not fit q.
         ConfigError: an argument of another type, or a layout of another mesh.
     """
-    _check_type("layout", layout, SequenceLayout)
-    _check_type("spec", spec, AttentionSpec)
-    for name, x in (("q_BLHD", q_BLHD), ("k_BLKD", k_BLKD), ("v_BLKD", v_BLKD)):
-        _check_type(name, x, torch.Tensor)
+    tensors = {"q_BLHD": q_BLHD, "k_BLKD": k_BLKD, "v_BLKD": v_BLKD}
+    _check_types({"layout": layout}, SequenceLayout)
+    _check_types({"spec": spec}, AttentionSpec)
+    _check_types(tensors, torch.Tensor)
     check_inputs(q_BLHD, k_BLKD, v_BLKD, layout)
     spec.check_slopes(q_BLHD)
     check_sinks(spec.sinks, q_BLHD)
     mesh.require_layout(layout)
 
 
-def _check_type(name: str, value: object, wanted: type) -> None:
-    if not isinstance(value, wanted):
-        raise ConfigError(
-            f"{name} must be a {wanted.__module__.partition('.')[0]} {wanted.__name__}, got "
-            f"{type(value).__name__}. "
-            "Pass such an object, or leave the argument out where it has a default."
-        )
+def _check_types(arguments: Mapping[str, object], wanted: type) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, wanted):
+            raise ConfigError(
+                f"{name} must be a {wanted.__module__.partition('.')[0]} {wanted.__name__}, got "
+                f"{type(value).__name__}. "
+                "Pass such an object, or leave the argument out where it has a default."
+            )
 
 
 def check_mesh(mesh: object) -> None:
@@ -188,7 +198,7 @@ def check_mesh(mesh: object) -> None:
     Raises:
         ConfigError: not a ``ContextParallelMesh``.
     """
-    _check_type("mesh", mesh, ContextParallelMesh)
+    _check_types({"mesh": mesh}, ContextParallelMesh)
 
 
 def check_inputs(

@@ -163,8 +163,22 @@ class SequenceLayout:
         return zlib.crc32(b"".join(part.tobytes() for part in parts))
 
     def positions(self, cp_rank: int) -> torch.Tensor:
-        """Return int64 ``[local_len]``: global index of each local token, in order; padding is >= seq_len."""
+        """Return int64 ``[local_len]``: global index of each local token, in order; padding is >= seq_len.
+
+        Every call returns the same tensor: do not change it.
+        """
+        if cp_rank not in self._positions:
+            self._positions[cp_rank] = self._make_positions(cp_rank)
+        return self._positions[cp_rank]
+
+    @torch.inference_mode(False)  # validation may ask first, and autograd saves it in training
+    def _make_positions(self, cp_rank: int) -> torch.Tensor:
         return torch.cat([torch.arange(*run) for run in self._runs[self._check_rank(cp_rank)]])
+
+    @cached_property
+    def _positions(self) -> dict[int, torch.Tensor]:
+        """Results of ``positions`` by rank."""
+        return {}
 
     def real_len(self, cp_rank: int) -> int:
         """Count the local tokens that are not padding; they come first."""

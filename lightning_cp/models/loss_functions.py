@@ -14,7 +14,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from lightning_cp.loss.terms import targets_of
 from lightning_cp.models.handle import SwapHandle
-from lightning_cp.utils.autograd_notes import Count, note_mean
+from lightning_cp.utils.autograd_notes import Count, note_origin
 from lightning_cp.utils.patching import ChainedPatch, ReplacedFunction
 
 CountTargets = Callable[..., Count | None]
@@ -66,7 +66,7 @@ def _noting_replacement(
                 state.losses.note_each(loss, state.has_target)
             return loss
         if count is not SUM:
-            note_mean(loss, count)
+            note_origin(loss, count)
         if state.losses is not None:
             state.losses.note(loss, None if count is SUM else count)
         return loss

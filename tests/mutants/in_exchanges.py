@@ -29,8 +29,8 @@ EXCHANGE_MUTANTS = (
     Mutant(
         "last hop skipped",
         RING,
-        "    if tiles:\n        (heads,) = plan.blocks()",
-        "    if tiles and hop.index + 1 < len(plan.hops):\n        (heads,) = plan.blocks()",
+        "    if tiles:\n        k, v = kernel_keys(",
+        "    if tiles and hop.index + 1 < len(plan.hops):\n        k, v = kernel_keys(",
         (modes("ring 3 zigzag"),),
         "Queries miss the keys of one rank: a slightly worse model.",
     ),
