@@ -7,6 +7,7 @@ another sequence is ignored if ``sequence_dims`` declares it ``None``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -34,20 +35,25 @@ def last_part(name: str) -> str:
 
 def has_boundaries(name: str) -> bool:
     """True if a tensor of this dotted name holds the boundaries of documents."""
-    return last_part(name).startswith(_BOUNDARIES)
+    return name.rpartition(".")[2].startswith(_BOUNDARIES)
 
 
-def check_forms(batch: Any, rules: BatchRules) -> None:
+def check_forms(nodes: Iterable[tuple[str, Any]], rules: BatchRules) -> None:
     """Check that values under known names are ordinary (strided) tensors.
+
+    Args:
+        nodes: everything inside a batch, as from ``nodes_of``.
+        rules: for reading it.
 
     Raises:
         ConfigError: naming the value and its kind.
     """
-    for name, value in nodes_of(batch):
+    for name, value in nodes:
         if value is None or rules.sequence_dims.get(name, 0) is None:
             continue
         if isinstance(value, torch.Tensor):
-            _check_ordinary(name, value, rules)
+            if value.is_nested or value.layout is not torch.strided:
+                _check_unknown(name, value, rules)
         elif last_part(name) == MASK and rules.reads_masks:
             raise ConfigError(f"{name!r} is {_kind(value)}, which cannot be sharded. {EXPRESSIBLE}")
         elif has_boundaries(name) or (
@@ -59,28 +65,25 @@ def check_forms(batch: Any, rules: BatchRules) -> None:
             )
 
 
-def _check_ordinary(name: str, x: torch.Tensor, rules: BatchRules) -> None:
-    known = last_part(name) in KNOWN_DIMS or name in rules.sequence_dims or has_boundaries(name)
-    if known and not _is_ordinary(x):
+def _check_unknown(name: str, x: torch.Tensor, rules: BatchRules) -> None:
+    """Refuse a tensor that is not strided under a known name."""
+    if last_part(name) in KNOWN_DIMS or name in rules.sequence_dims or has_boundaries(name):
         raise ConfigError(
             f"{name!r} is {_kind(x)}, which cannot be sharded. Give an ordinary (strided) tensor: rows "
             "padded to one length, or packed into one row."
         )
 
 
-def _is_ordinary(x: torch.Tensor) -> bool:
-    return not x.is_nested and x.layout is torch.strided
-
-
 def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         layout = str(value.layout).removeprefix("torch.")
         return "a nested tensor" if value.is_nested else f"a tensor of layout {layout}"
-    inside = ", ".join(sorted({_of_type(item) for _, item in list(nodes_of(value))[1:]}))
+    inside = ", ".join(sorted({_of_type(item) for _, item in nodes_of(value)[1:]}))
     return f"a {type(value).__name__}{f' of {inside}' if inside else ''}"
 
 
 def _of_type(item: Any) -> str:
     if isinstance(item, torch.Tensor):
-        return f"tensors {tuple(item.shape)}" if _is_ordinary(item) else "tensors"
+        ordinary = not item.is_nested and item.layout is torch.strided
+        return f"tensors {tuple(item.shape)}" if ordinary else "tensors"
     return type(item).__name__

@@ -57,6 +57,8 @@ class DeclaredDocuments:
             ConfigError: declarations that contradict each other.
             ShapeError: one that does not describe this batch.
         """
+        if not self.found:
+            return None
         said: dict[str, Documents] = {}
         for name, x in self.found.items():
             if has_boundaries(name):

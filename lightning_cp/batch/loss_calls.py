@@ -74,7 +74,7 @@ class LossCalls:
             targets: of this rank, the weight of the value.
         """
         value, own = value.detach(), _number(targets, value.device)
-        known = ratio = other = loss = _number(torch.nan, value.device)
+        known = ratio = other = loss = rows = apart = _number(torch.nan, value.device)
         for mean, count in self._means:
             count = count.to(value.device)
             found = _close(value, mean) & (known != own)
@@ -84,17 +84,17 @@ class LossCalls:
         for total in (self._last_sum, self._sums):
             if total is not None:
                 known = torch.where(_close(value, total / own.to(total)), own, known)
-        sums, rows, apart = self._sums, torch.nan, torch.nan
+        sums = self._sums
         if self._of_tokens is not None:
             total, mean, *of_rows = _means(*self._of_tokens, value.device)
             labels = _number(self._of_tokens[1].sum(), value.device)
             known = torch.where(_close(value, mean), labels, known)
             sums = total if sums is None else sums
-            rows, apart = _ratio_to_rows(value, mean, of_rows)
+            rows, differs = _ratio_to_rows(value, mean, of_rows)
+            apart = differs.double()
         if sums is not None and not _is_narrow(value) and not _is_narrow(sums):
             ratio = value.double() / sums.to(value.device).double()
-        numbers = (known, ratio, other, loss, own, rows, apart)
-        return torch.stack([_number(x, value.device) for x in numbers])
+        return torch.stack([known, ratio, other, loss, own, rows, apart])
 
 
 def find_mismatches(evidence: torch.Tensor) -> torch.Tensor:

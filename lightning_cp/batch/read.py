@@ -25,7 +25,7 @@ from lightning_cp.batch.rules import KNOWN_DIMS, BatchRules
 from lightning_cp.batch.tracked_batch import POSITIONS
 from lightning_cp.batch.undeclared import check_any_known, check_declared
 from lightning_cp.errors import ConfigError, ShapeError
-from lightning_cp.utils.containers import is_container, tensors_of
+from lightning_cp.utils.containers import is_container, nodes_of
 from lightning_cp.utils.labels import shift
 
 
@@ -34,6 +34,8 @@ class WholeBatch:
     """Content of a batch before it is sharded."""
 
     batch: Any
+    tensors: dict[str, torch.Tensor]
+    """Tensors of the batch by dotted name."""
     dims: dict[str, int]
     """Sequence dimension of every tensor that is sharded."""
     seq_len: int
@@ -41,11 +43,6 @@ class WholeBatch:
     aligned_labels: torch.Tensor | None
     label_dim: int = 1
     """Sequence dimension of the labels."""
-
-    @cached_property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Tensors of the batch by dotted name."""
-        return dict(tensors_of(self.batch))
 
     @cached_property
     def position_name(self) -> str | None:
@@ -78,8 +75,9 @@ def read_batch(batch: Any, rules: BatchRules, *, needs_labels: bool) -> WholeBat
             "tuples, lists, named tuples and dataclasses; or override "
             "ContextParallelCallback.shard_batch."
         )
-    check_forms(batch, rules)
-    tensors = dict(tensors_of(batch))
+    nodes = nodes_of(batch)
+    check_forms(nodes, rules)
+    tensors = {name: x for name, x in nodes if isinstance(x, torch.Tensor)}
     dims = _sequence_dims(tensors, rules)
     check_any_known(tensors, dims, rules, needs_labels=needs_labels)
     lengths = {name: tensors[name].size(dim) for name, dim in dims.items()}
@@ -91,7 +89,8 @@ def read_batch(batch: Any, rules: BatchRules, *, needs_labels: bool) -> WholeBat
     seq_len, rows = next(iter(lengths.values())), _rows(tensors, dims)
     check_declared(tensors, dims, rules, seq_len=seq_len, rows=rows, needs_labels=needs_labels)
     aligned = _aligned_labels(tensors, dims, rules)
-    return WholeBatch(batch, dims, seq_len, rows, aligned, dims.get(rules.label_key, 1))
+    label_dim = dims.get(rules.label_key, 1)
+    return WholeBatch(batch, tensors, dims, seq_len, rows, aligned, label_dim)
 
 
 def _rows(tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int]) -> int:

@@ -58,15 +58,17 @@ def shard_batch(
     are added to a dict that lacks them. ``valid`` is the result of ``valid_counts``, if already known.
     """
 
+    tensors: dict[str, torch.Tensor] = {}
+
     def visit(name: str, x: torch.Tensor) -> torch.Tensor:
-        if name not in whole.dims:
-            return x
-        only_labels = name == rules.label_key and name not in (*KNOWN_DIMS, ROOT)
-        pad = PAD_VALUES.get(name, IGNORED_LABEL if only_labels else 0)
-        return layout.shard(x, cp_rank, dim=whole.dims[name], pad_value=pad)
+        if name in whole.dims:
+            only_labels = name == rules.label_key and name not in (*KNOWN_DIMS, ROOT)
+            pad = PAD_VALUES.get(name, IGNORED_LABEL if only_labels else 0)
+            x = layout.shard(x, cp_rank, dim=whole.dims[name], pad_value=pad)
+        tensors[name] = x
+        return x
 
     local = map_tensors(whole.batch, visit)
-    tensors = dict(tensors_of(local))
     aligned = whole.aligned_labels
     aligned_local = None
     if aligned is not None:

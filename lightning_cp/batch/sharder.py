@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 
 from lightning_cp import error_display as console
@@ -153,17 +154,17 @@ def shard_batch_checked(
     return Sharding(part, facts_of_positions, empty > 0, targets, training, told)
 
 
-def already_sharded(batch: Any, before: ShardedBatch | None) -> list[str]:
-    """Return the names of tensors in ``batch`` that share memory with the shard made ``before``."""
+def already_sharded(tensors: Mapping[str, torch.Tensor], before: ShardedBatch | None) -> list[str]:
+    """Return the names of a batch's tensors that share memory with the shard made ``before``."""
     if before is None or before.layout.cp_size == 1:
         return []
     local_len = before.layout.local_len
     shards = {memory_of(x) for _, x in tensors_of(before.batch) if local_len in x.shape}
-    return [name for name, x in tensors_of(batch) if memory_of(x) in shards]
+    return [name for name, x in tensors.items() if memory_of(x) in shards]
 
 
 def _check_not_sharded(whole: WholeBatch, before: ShardedBatch | None) -> None:
-    again = [name for name in already_sharded(whole.batch, before) if name in whole.dims]
+    again = [name for name in already_sharded(whole.tensors, before) if name in whole.dims]
     if again:
         assert before is not None
         raise ShapeError(
@@ -239,7 +240,7 @@ def _facts(whole: WholeBatch, layout: SequenceLayout, valid: tuple[int, ...]) ->
     tensors = whole.tensors.items()
     return {
         "sequence length": whole.seq_len,
-        "ranks without targets": sum(1 for count in valid if not count),
+        "ranks without targets": valid.count(0),
         "targets": sum(valid),
         "documents": layout.documents.checksum if layout.documents else 0,
         "layout": layout.checksum,
