@@ -270,8 +270,8 @@ class DDPEngine:
         return [wrapped for wrapped in self._wrappers() if wrapped.require_backward_grad_sync]
 
     def _wrappers(self) -> list[DistributedDataParallel]:
-        alive = (known() for known in self._wrapped.values())
-        return [wrapped for wrapped in alive if wrapped is not None]
+        alive = self._wrapped.values()
+        return [wrapped for known in alive if (wrapped := known()) is not None]
 
     def _without_gradient(self, module: nn.Module, said: str) -> str:
         """The names of the parameters that DistributedDataParallel numbers in its message."""

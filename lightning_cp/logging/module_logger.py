@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from typing import Any, Protocol
 
 import torch
@@ -91,7 +91,7 @@ class LoggedRun(Protocol):
     def in_step(self) -> bool: ...
     @property
     def mesh(self) -> ContextParallelMesh: ...
-    @property
+    @cached_property
     def step(self) -> StepRanks: ...
 
 

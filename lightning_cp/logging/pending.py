@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -44,7 +45,7 @@ class Losses(Protocol):
 class StepRanks(Protocol):
     """The part of the strategy's core that this module uses."""
 
-    @property
+    @cached_property
     def mesh(self) -> ContextParallelMesh: ...
     @property
     def shares(self) -> list[float]: ...

@@ -362,7 +362,11 @@ class ModelBinding:
         @exclude_from_compile
         def refuse(module: nn.Module, args: Any, kwargs: Any) -> None:
             run = owner()
-            if run is None or run.in_step or not already_sharded([args, kwargs], run.part):
+            if (
+                run is None
+                or run.in_step
+                or not already_sharded(dict(tensors_of([args, kwargs])), run.part)
+            ):
                 return
             raise ConfigError(_OUTSIDE.format(type(module).__name__))
 

@@ -245,12 +245,12 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         training = module.trainer.training
         with complete_errors(self._settings):
             by_callback = self._callback.shards_batches
-            if training:
+            if training and self.parity.is_on:
                 name = type(self._callback).__name__ if by_callback else ""
                 self.parity.before_batch(module, batch, name)
             shard = self._callback.shard_batch if by_callback else self.runtime.shard
             part = shard(batch, needs_labels=training)
-        if training:
+        if training and self.parity.is_on:
             self.parity.after_batch()
         return part
 
@@ -258,35 +258,26 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step on this rank's tokens; callbacks read one process's loss."""
         runtime, module = self.runtime, self._module
+        is_shared, is_automatic = runtime.enabled, module.automatic_optimization
         self._rewrap_if_requires_grad_changed()
         runtime.begin_step()  # ends in on_train_batch_end: backward may recompute
         shown: list[torch.Tensor] = []
         with self._log.during_step():
-            counted = module.trainer.global_step if module.automatic_optimization else None
+            counted = module.trainer.global_step if is_automatic else None
             self._position.begin_micro_batch(counted)
             output = super().training_step(*args, **kwargs)
-            loss = self._loss_of(output)
+            loss = _loss_of(output) if is_shared else None
             if loss is not None:
                 self._log.note_loss(loss, shown.append)
-        if self._goes_backward:
+        if is_shared and is_automatic:
             runtime.step.check_connected(loss)
             if output is None or (loss is not None and not shown):
                 raise ConfigError(_SKIPPED)
         if loss is not None and shown:
-            seen = runtime.step.shown_loss(loss, shown[0]) if self._goes_backward else shown[0]
+            seen = runtime.step.shown_loss(loss, shown[0]) if is_automatic else shown[0]
             output = {**output, "loss": seen} if isinstance(output, Mapping) else seen
         runtime.check_step()
         return output
-
-    @property
-    def _goes_backward(self) -> bool:
-        """True if Lightning calls backward on what steps return: not in manual optimization."""
-        return self._module.automatic_optimization and self.runtime.enabled
-
-    def _loss_of(self, output: Any) -> torch.Tensor | None:
-        """Return the loss in the result of a step, which callbacks will read."""
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        return loss if self.runtime.enabled and isinstance(loss, torch.Tensor) else None
 
     def _patch_precision_plugin(self) -> None:
         """Act before the hooks of a batch, between hooks and autograd, and before gradients are clipped."""
@@ -321,7 +312,8 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         """
         automatic = self._module.automatic_optimization
         scaled = self.runtime.step.scale_loss(loss, self.optimizers, automatic=automatic)
-        self.parity.after_loss(loss)
+        if self.parity.is_on:
+            self.parity.after_loss(loss)
         return scaled
 
     def _before_autograd(self, loss: torch.Tensor) -> None:
@@ -387,7 +379,8 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         # Hooks and clipping, which read gradients, come after it.
         def closure_then_finalize() -> Any:
             in_optimizer.close()
-            if not self._goes_backward or isinstance(optimizer, LBFGS):
+            goes_backward = self._module.automatic_optimization and self.runtime.enabled
+            if not goes_backward or isinstance(optimizer, LBFGS):
                 result = self.runtime.closure_value(closure, optimizer)
             else:
                 result = closure()
@@ -583,13 +576,19 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         assert self.lightning_module is not None
         return self.lightning_module
 
-    @property
+    @cached_property
     def _position(self) -> Position:
         return self.runtime.watch.position
 
     def _attach_callback(self, trainer: Any) -> None:
         self._callback, self._callback_is_given = place_callback(trainer.callbacks)
         self._callback.connect(self.runtime, self._log)
+
+
+def _loss_of(output: Any) -> torch.Tensor | None:
+    """Return the loss in the result of a step, which callbacks will read."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return loss if isinstance(loss, torch.Tensor) else None
 
 
 _SKIPPED = (

@@ -246,7 +246,8 @@ def _replace(patches: PatchSet, model: Any, name: str, instead: Callable[..., An
 
 
 def _check_no_cache_or_weights(model: Any, call: dict[str, Any]) -> None:
-    if any(call.get(name) is not None for name in ("past_key_values", "cache")):  # since 5.24
+    # It is named cache since 5.24.
+    if call.get("past_key_values") is not None or call.get("cache") is not None:
         raise ConfigError(
             "a key/value cache cannot be used under context parallelism. Pass none in a step, and generate "
             "outside of one, where the model is the plain model."

@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from enum import StrEnum
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -203,7 +204,7 @@ def swap_hf(model: Any, handle: SwapHandle) -> SwapMethod:
     for interface in (AttentionInterface, AttentionMaskInterface):
         handle.on_undo_or_deletion(interface._global_mapping.pop, name, None)
     configs = _all_configs(model) if own else _configs_that_change(model, name)
-    handle.on_activate(lambda: _select_implementation(configs, name))
+    handle.on_activate(partial(_select_implementation, configs, name))
     if own:
         swap_own_attention(model, handle, attend)
     CallCheck(handle, _hf_modules(model), before)
@@ -270,6 +271,7 @@ def _select_implementation(configs: list[Any], name: str) -> Callable[[], None]:
     return patches.undo
 
 
+@lru_cache(maxsize=256)
 def _implementation_name(name: str, before: str) -> str:
     """Return the name of an implementation, of which a copy is the previous name.
 
