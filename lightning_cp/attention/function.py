@@ -89,7 +89,7 @@ class ContextParallelAttention(torch.autograd.Function):
                 stash.record(out_BLHD, lse)
         if stash is not None:  # a recomputation must save what the forward saved
             ctx.save_for_backward(q_BLHD, out_BLHD, lse, sinks_H, k_BLKD, v_BLKD)
-        ctx.mark_non_differentiable(*(x for x in (lse, peak) if x is not None))
+        ctx.mark_non_differentiable(*[x for x in (lse, peak) if x is not None])
         return out_BLHD, lse, peak
 
     @staticmethod

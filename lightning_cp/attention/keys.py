@@ -53,8 +53,10 @@ class Keys:
     @cached_property
     def pair_shape(self) -> tuple[int, int, int, int]:
         """Shape of the pair."""
-        tokens, batch, heads, _ = self.tensors[0].shape
-        return tokens, batch, heads, sum([x.shape[3] for x in self.tensors])
+        tokens, batch, heads, features = self.tensors[0].shape
+        for value in self.tensors[1:]:
+            features += value.shape[3]
+        return tokens, batch, heads, features
 
     def message(self, ranges: Ranges) -> torch.Tensor:
         """Return the pair of some ranges (at least one), concatenated in contiguous memory."""

@@ -51,6 +51,8 @@ def make_loadable(x_BLHD: torch.Tensor) -> torch.Tensor:
     multiples of 16 bytes, the size of a vectorised load.
     """
     row, strides = x_BLHD.shape[-1] * x_BLHD.itemsize, x_BLHD.stride()
+    if not x_BLHD.is_cuda and 0 not in strides:
+        return x_BLHD
     steps = [n for n, size in zip(strides[:-1], x_BLHD.shape, strict=False) if size > 1]
     copied = 0 in (*steps, strides[-1])
     if x_BLHD.is_cuda and row % LOAD_BYTES == 0:

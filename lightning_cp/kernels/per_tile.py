@@ -79,9 +79,11 @@ def is_causal(tile: Tile) -> bool:
 
 
 def split_causal(tiles: Iterable[Tile]) -> list[Tile]:
-    """Split tiles into parts whose diagonal is at the top left: a full part and a square causal one."""
+    """Split tiles that are not empty: the diagonal of a causal part begins at its top left."""
     parts: list[Tile] = []
     for tile in tiles:
+        if not (tile.q_len and tile.k_len):
+            continue
         ahead = tile.delta if tile.mask == "causal" else 0
         if ahead:
             parts.append(tile._replace(k_len=ahead, mask="full"))
@@ -135,18 +137,18 @@ def _add_gradients(tile: Tile, parts: Gradients, gradients: GradientSums) -> Non
 
 def _slices(tile: Tile, tensors: QKV) -> QKV:
     """Return the tile's queries, keys and values."""
-    q, k, v = _rows(tile, *tensors)
+    q, k, v = tensors if tile.row == ALL_ROWS else _rows(tile, *tensors)
     keys = (1, tile.k_start, tile.k_len)
     return QKV(q.narrow(1, tile.q_start, tile.q_len), k.narrow(*keys), v.narrow(*keys))
 
 
 def _queries(tile: Tile, merged: Merged) -> Merged:
     """Return the merged results of the tile's queries."""
-    dout, out, lse = _rows(tile, *merged)
+    dout, out, lse = merged if tile.row == ALL_ROWS else _rows(tile, *merged)
     queries = (tile.q_start, tile.q_len)
     return Merged(dout.narrow(1, *queries), out.narrow(1, *queries), lse.narrow(2, *queries))
 
 
 def _rows(tile: Tile, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return the tile's rows of the batch."""
-    return tensors if tile.row == ALL_ROWS else [x.narrow(0, tile.row, 1) for x in tensors]
+    return [x.narrow(0, tile.row, 1) for x in tensors]

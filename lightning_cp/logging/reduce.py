@@ -9,10 +9,13 @@ counts: a rank that did not log them counted nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
+from itertools import islice, starmap
 from numbers import Integral, Real
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -116,8 +119,22 @@ class LogCall:
     """Identifies the same call on all ranks."""
 
 
-_CheckedCall = tuple[LogCall, list[bool], torch.Tensor]
-"""A call that all ranks have, its mismatch flags, and their evidence."""
+@dataclass
+class _SharedCall:
+    """A call that all ranks have."""
+
+    call: LogCall
+    kind: Kind
+    """``METRIC`` if ranks have different kinds."""
+    looks: bool
+    """Ranks exchange evidence on how they computed the value."""
+    rows: list[torch.Tensor]
+    """float64 ``[ranks, *shape]``: the values of all ranks, their evidence, their likeness to losses."""
+    differs: bool = False
+    nan: Sequence[bool] = ()
+    """One flag for each rank."""
+    mismatches: Sequence[bool] = ()
+    """One flag for each ``Mismatch``, if there is evidence."""
 
 
 class StepLog:
@@ -217,67 +234,36 @@ class StepLog:
             losses: the losses of a step that has several counts.
             doubted: the mismatches to warn of.
         """
-        peers = [{key: Kind(kind) for key, kind, *_ in one} for one in lists]
-        common = set.intersection(*map(set, peers))
-        kinds = {key: {peer[key] for peer in peers} for key in common}
-        means_of_all = {key for key in common if kinds[key] <= set(MEANS)}  # all ranks send as much
-        shared = [call for call in calls if call.key in common and call.kind is not Kind.RATIO]
-        shared.sort(key=_key)
-        values = [call.values[0] for call in shared]
-        means = [
-            call for call in shared if evidence_of and _is_mean(call) and call.key in means_of_all
-        ]
-        values += [evidence_of(call.values[0]) for call in means] if evidence_of else []
-        of_losses = [call for call in shared if losses and call.key in means_of_all]
-        values += [losses.likeness(call.values[0]) for call in of_losses] if losses else []
-        both = side_by_side(values, mesh)
-        rows, evidence = both[: len(shared)], both[len(shared) : len(shared) + len(means)]
-        alike = {
-            call.key: x
-            for call, x in zip(of_losses, both[len(values) - len(of_losses) :], strict=True)
-        }
-        row_of = {call.key: row for call, row in zip(shared, rows, strict=True)}
-        of_step = [row_of[call.key] for call in shared if _is_step_loss(call)]
-        of_means = [row_of[call.key] for call in means]
-        found = [_differs_and_nan(row) for row in rows]
-        found += [
-            _without_step_mismatch(find_mismatches(x), row, of_step)
-            for x, row in zip(evidence, of_means, strict=True)
-        ]
-        sizes = [len(flags) for flags in found]
-        told = (
-            torch.cat(found).cpu().split(sizes) if found else []
-        )  # one synchronization with the device
-        flags = [each.tolist() for each in told]
-        apart = {call.key: any(own) for call, own in zip(shared, flags, strict=False)}
-        seen = list(zip(means, flags[len(shared) :], evidence, strict=True))
-        self._doubt([each for each in seen if apart[each[0].key]], calls, doubted)
-        for call, row, (differ, *nan) in zip(shared, rows, flags, strict=False):
-            if differ and shares is not None and _is_mean(call):
+        shared = _exchange(calls, lists, mesh, evidence_of, losses)
+        _compare(shared)
+        doubtful = [each for each in shared if each.looks and (each.differs or any(each.nan))]
+        self._doubt(doubtful, calls, doubted)
+        for each in shared:
+            call, row, nan = each.call, each.rows[0], each.nan
+            if each.differs and shares is not None and _is_mean(call):
                 self._warn_of_nan(call, [x and y > 0 for x, y in zip(nan, shares, strict=True)])
-            kind = call.kind if len(kinds[call.key]) == 1 else Kind.METRIC
-            if kind in MEANS and shares is not None:
-                own = losses.shares_by(alike[call.key]) if losses and differ else shares
+            if each.kind in MEANS and shares is not None:
+                own = losses.shares_by(each.rows[-1]) if losses and each.differs else shares
                 if own is None:
                     self._warn_of_counts(call)
-                call.emit = _with_values(call.emit, weighted_mean(row, own or shares))
-            elif differ:
-                self._reduce_value(call, kind, row, shares)
+                call.emit = partial(call.emit, weighted_mean(row, own or shares))
+            elif each.differs:
+                self._reduce_value(call, each.kind, row, shares)
 
     def _doubt(
-        self, shared: list[_CheckedCall], calls: list[LogCall], of: Sequence[Mismatch]
+        self, shared: list[_SharedCall], calls: list[LogCall], of: Sequence[Mismatch]
     ) -> None:
         """Warn of values that are weighted by other targets than they were computed from."""
         told = False
-        for call, found, evidence in shared:
+        for each in shared:
             for doubt in of:
-                if found[doubt.value] and doubt is not Mismatch.STEP:
+                if each.mismatches[doubt.value] and doubt is not Mismatch.STEP:
                     told = True
-                    self._warn_once(call, doubt, [call.name], evidence)
-        apart = [seen for seen in shared if seen[1][Mismatch.STEP.value]]
+                    self._warn_once(each.call, doubt, [each.call.name], each.rows[1])
+        apart = [each for each in shared if each.mismatches[Mismatch.STEP.value]]
         if apart and Mismatch.STEP in of and not told and not any(map(_is_ratio, calls)):
-            (call, _, evidence), names = apart[0], [call.name for call, *_ in apart]
-            self._warn_once(call, Mismatch.STEP, names, evidence)
+            names = [each.call.name for each in apart]
+            self._warn_once(apart[0].call, Mismatch.STEP, names, apart[0].rows[1])
 
     def _warn_of_nan(self, call: LogCall, nan: list[bool]) -> None:
         """Warn of NaN on some ranks only: these probably averaged over nothing."""
@@ -306,6 +292,8 @@ class StepLog:
     def _with_missing_ratios(self, calls: list[LogCall], lists: list[list[Any]]) -> list[LogCall]:
         """Add the ratios that only other ranks logged, with total and count 0 here."""
         ratios = {key: rest for one in lists for key, kind, *rest in one if kind == "ratio"}
+        if not ratios:
+            return calls
         found = [call for call in calls if _is_ratio(call) or call.key not in ratios]
         for key in sorted(ratios.keys() - {call.key for call in found}):
             call = self._join(*ratios[key])
@@ -318,9 +306,7 @@ class StepLog:
     ) -> None:
         """Combine the different values of all ranks of the group into one."""
         if kind in (Kind.LARGEST, Kind.SMALLEST):
-            call.emit = _with_values(
-                call.emit, row.amax(0) if kind is Kind.LARGEST else row.amin(0)
-            )
+            call.emit = partial(call.emit, row.amax(0) if kind is Kind.LARGEST else row.amin(0))
             return
         if call.kind is not Kind.MEAN_METRIC or shares is None or max(shares) - min(shares) > 1e-9:
             self._warn_of_difference(call.name, kind)
@@ -335,7 +321,7 @@ class StepLog:
             value = row.amax(0)
         else:
             value = weighted_mean(row, shares or [1 / len(row)] * len(row))
-        call.emit = _with_values(call.emit, value)
+        call.emit = partial(call.emit, value)
 
     def _warn_of_difference(self, name: str, kind: Kind) -> None:
         if name in self._warned:
@@ -385,6 +371,50 @@ _SHOWN_VALUES = {
 }
 
 
+def _exchange(
+    calls: list[LogCall],
+    lists: list[list[Any]],
+    mesh: ContextParallelMesh,
+    evidence_of: Callable[[torch.Tensor], torch.Tensor] | None,
+    losses: Losses | None,
+) -> list[_SharedCall]:
+    """Return all calls but ratios that every rank has; arguments of ``_reduce_values``. Collective."""
+    kinds: dict[str, list[Kind]] = {}
+    for one in lists:
+        for key, kind, *_ in one:
+            kinds.setdefault(key, []).append(Kind(kind))
+    shared: list[_SharedCall] = []
+    for call in sorted(calls, key=_key):
+        of_ranks = kinds.get(call.key, [])
+        if len(of_ranks) < len(lists) or call.kind is Kind.RATIO:
+            continue
+        own, kind = [call.values[0]], call.kind if len({*of_ranks}) == 1 else Kind.METRIC
+        is_mean = {*of_ranks} <= {*MEANS}  # on all ranks: they send as much
+        looks = evidence_of if is_mean and _is_mean(call) else None
+        own += [] if looks is None else [looks(own[0])]
+        own += [losses.likeness(own[0])] if losses and is_mean else []
+        shared.append(_SharedCall(call, kind, looks is not None, own))
+    both = iter(side_by_side([x for each in shared for x in each.rows], mesh))
+    for each in shared:
+        each.rows = [*islice(both, len(each.rows))]
+    return shared
+
+
+def _compare(shared: list[_SharedCall]) -> None:
+    """Set the flags of calls; waits for the device once."""
+    of_step = [each.rows[0] for each in shared if _is_step_loss(each.call)]
+    found: list[torch.Tensor] = []
+    for each in shared:
+        row = each.rows[0]
+        found.append(_differs_and_nan(row))
+        if each.looks:
+            found.append(_without_step_mismatch(find_mismatches(each.rows[1]), row, of_step))
+    flags: Iterator[bool] = iter(torch.cat(found).tolist() if found else ())
+    for each in shared:
+        each.differs, *each.nan = islice(flags, 1 + len(each.rows[0]))
+        each.mismatches = [*islice(flags, len(Mismatch))] if each.looks else []
+
+
 def _doubted(ranks: StepRanks, *, together: bool) -> Sequence[Mismatch]:
     if not together:
         return tuple(Mismatch)
@@ -392,8 +422,8 @@ def _doubted(ranks: StepRanks, *, together: bool) -> Sequence[Mismatch]:
     return (Mismatch.ROWS, Mismatch.MEAN) if is_declared else (Mismatch.ROWS,)
 
 
-def _key(call: LogCall) -> str:
-    return call.key
+_key = attrgetter("key")
+"""Key of a call, by which it is sorted."""
 
 
 def _differs_and_nan(row: torch.Tensor) -> torch.Tensor:
@@ -428,12 +458,14 @@ def _is_ratio(call: LogCall) -> bool:
 
 def _losses_fit(lists: list[list[Any]], size: int) -> bool:
     """True if all ranks show a loss, and all or none with a graph; data ranks may differ in its shape."""
-    losses = [
-        {key: where for key, _, where, *_ in one if where.startswith(STEP_LOSS)} for one in lists
-    ]
-    groups = [losses[first : first + size] for first in range(0, len(losses), size)]
-    kinds = {where for one in losses for where in one.values()}
-    return len(kinds) == 1 and all(set.intersection(*map(set, group)) for group in groups)
+    wheres, keys = set[str](), [set[str]() for _ in lists]
+    for one, own in zip(lists, keys, strict=True):
+        for key, _, where, *_ in one:
+            if where.startswith(STEP_LOSS):
+                own.add(key)
+                wheres.add(where)
+    groups = [keys[first : first + size] for first in range(0, len(keys), size)]
+    return len(wheres) == 1 and all(starmap(set.intersection, groups))
 
 
 def _reduce_ratios(calls: list[LogCall], mesh: ContextParallelMesh, flat: Flat) -> None:
@@ -442,11 +474,7 @@ def _reduce_ratios(calls: list[LogCall], mesh: ContextParallelMesh, flat: Flat) 
         return
     own = torch.stack([torch.stack(list(call.values)) for call in calls])
     for call, (total, count) in zip(calls, all_sum(own, mesh.group(flat)), strict=True):
-        call.emit = _with_values(call.emit, total, count)
-
-
-def _with_values(emit: Callable[..., None], *values: torch.Tensor) -> Callable[[], None]:
-    return lambda: emit(*values)
+        call.emit = partial(call.emit, total, count)
 
 
 # Kinds of values passed to ``self.log``, and their form after the reduction.

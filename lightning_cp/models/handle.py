@@ -356,9 +356,10 @@ class SwapHandle:
         """
         if self.state is None:
             return
-        self.resume(inputs)
         if self.state.waits:
-            raise ConfigError(_FOREIGN_CALL.format(type(module).__name__))
+            self.resume(inputs)
+            if self.state.waits:
+                raise ConfigError(_FOREIGN_CALL.format(type(module).__name__))
         self.state.model_called = True
 
     def attention(

@@ -122,7 +122,8 @@ class TokenDraws:
 
     def begin(self, tokens: StepTokens) -> None:
         """Begin a step on these tokens; end the previous one."""
-        self.end()
+        if self._tokens is not None:
+            self.end()
         self._tokens, self._thread = tokens, threading.get_ident()
         _active.append(weakref.ref(self))
 

@@ -213,7 +213,7 @@ class ContextParallelRuntime:
         binding, records = self.binding, self.records
         if binding.handle is None:
             raise ConfigError(_NO_MODEL)
-        mesh = self.mesh
+        mesh = self.meshes.mesh
         if needs_labels and mesh.cp_size > 1:
             records.recorder.begin(mesh)
         with profile_range("shard batch"):
@@ -304,7 +304,7 @@ class ContextParallelRuntime:
                 state.ended = False
 
     def _intercept(self, state: StepState) -> None:
-        handle, part, mesh = self.binding.handle, self.step.part, self.mesh
+        handle, part, mesh = self.binding.handle, self.step.part, self.meshes.mesh
         assert handle is not None
         assert part is not None
         handle.activate(state)

@@ -543,7 +543,7 @@ class ContextParallelStrategy:
         """Check that complete gradients are finite on all ranks, before the step. Collective."""
         if self._guard.has_tested(optimizer):
             return
-        mesh = self.mesh
+        mesh = self.runtime.meshes.mesh
         sample = (mesh.data_rank, mesh.sample_size)
         step = Step(number, optimizer, model, self.runtime.step.batch, sample)
         group = mesh.everyone if self._lightning.world_size > 1 else None

@@ -8,13 +8,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -39,21 +40,17 @@ from lightning_cp.strategies.base import ContextParallelStrategy, in_floating_po
 from lightning_cp.strategies.lightning_patches import (
     STEPS,
     call_after_toggling,
-    call_before_autograd,
-    call_before_batch_hooks,
-    call_before_clipping,
     check_no_averages,
     check_no_dataloader_iter,
     clip_with_engine,
     keep_samplers,
     place_profiles,
     prevent_saves,
-    scale_before_backward_hooks,
 )
 from lightning_cp.strategies.parity_checks import TrainerParity
 from lightning_cp.strategies.undeclared import collect_undeclared_of_trainer, complete_errors
 from lightning_cp.utils.dtensor import is_on_meta, is_sharded
-from lightning_cp.watchdog.phase import Phase, Position
+from lightning_cp.watchdog.phase import Phase
 
 if TYPE_CHECKING:
     from lightning_cp.strategies.trainer_checkpoints import TrainerCheckpoints
@@ -73,6 +70,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
             self.checkpoint_io = self._checkpoint_io  # checked
         self._resume = TrainerResume()
         self._log = RunLog(self.runtime)
+        self._position = self.runtime.watch.position
         self.parity = TrainerParity(self.runtime, self.engine)
         self._callback = ContextParallelCallback()
         self._callback_is_given = False
@@ -266,7 +264,8 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
             counted = module.trainer.global_step if is_automatic else None
             self._position.begin_micro_batch(counted)
             output = super().training_step(*args, **kwargs)
-            loss = _loss_of(output) if is_shared else None
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            loss = loss if is_shared and isinstance(loss, torch.Tensor) else None
             if loss is not None:
                 self._log.note_loss(loss, shown.append)
         if is_shared and is_automatic:
@@ -283,19 +282,23 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         """Act before the hooks of a batch, between hooks and autograd, and before gradients are clipped."""
         patches, plugin = self._patches, self.precision_plugin
         patches.undo()
-        call_before_batch_hooks(patches, plugin, self._begin_batch)
-        scale_before_backward_hooks(patches, plugin, self._scale_loss)
-        call_before_autograd(patches, plugin, self._before_autograd)
-        call_before_clipping(patches, plugin, self._finalize_gradients)
+        for name, instead in (
+            ("convert_input", self._convert_input),
+            ("pre_backward", self._scale_before_hooks),
+            ("backward", self._backward),
+            ("clip_gradients", self._clip_gradients),
+        ):
+            patches.replace(plugin, name, partial(partial, instead))  # called with the own method
         if self.engine.shards:
             clip_with_engine(patches, plugin, self.engine)
             call_after_toggling(patches, self._module, self._rewrap_if_requires_grad_changed)
 
-    def _begin_batch(self) -> None:
-        """Note that a loop has read a batch."""
+    def _convert_input(self, own: Any, batch: Any) -> Any:
+        """Note that a loop has read a batch, before its hooks."""
         trainer = self._module.trainer
         if trainer.training:
             self._resume.start_batch(trainer, self.root_device)
+        return own(batch)
 
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
@@ -303,8 +306,8 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         super().pre_backward(closure_loss)
         self._note_loss(closure_loss, self.optimizers)
 
-    def _scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to call backward on, weighted by this rank's share of the targets.
+    def _scale_before_hooks(self, own: Any, loss: torch.Tensor, *args: Any) -> torch.Tensor:
+        """Weight a loss by this rank's share of the targets, before hooks, which cannot replace it.
 
         Raises:
             ConfigError: backward would run through attention on some ranks only, or the targets of the loss
@@ -314,14 +317,16 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         scaled = self.runtime.step.scale_loss(loss, self.optimizers, automatic=automatic)
         if self.parity.is_on:
             self.parity.after_loss(loss)
-        return scaled
+        return own(scaled, *args)
 
-    def _before_autograd(self, loss: torch.Tensor) -> None:
+    def _backward(self, own: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Prepare the engine between the hooks of backward and autograd, where Lightning has no hook."""
         assert self.model is not None
         if self._rewrap_if_requires_grad_changed():  # in the step, or by a hook
             self.engine.prepare_backward_after_rewrap(self.model, loss)
         elif self.engine.shards:
             self.engine.prepare_backward(loss)
+        own(loss, *args, **kwargs)
 
     def _rewrap_if_requires_grad_changed(self) -> bool:
         """Wrap the model again and return True if layers were frozen or unfrozen since the last wrap."""
@@ -351,6 +356,12 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         """A block whose gradients stay on their ranks until a later backward."""
         assert self.model is not None
         return self.engine.accumulating(self.model)
+
+    def _clip_gradients(self, own: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Complete gradients before they are clipped, also by hand."""
+        is_wrapped = isinstance(optimizer, LightningOptimizer)
+        self._finalize_gradients(optimizer.optimizer if is_wrapped else optimizer)
+        own(optimizer, *args, **kwargs)
 
     def _finalize_gradients(self, optimizer: Optimizer) -> None:
         """Complete the gradients of a window, and check that they are finite on all ranks."""
@@ -576,19 +587,9 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         assert self.lightning_module is not None
         return self.lightning_module
 
-    @cached_property
-    def _position(self) -> Position:
-        return self.runtime.watch.position
-
     def _attach_callback(self, trainer: Any) -> None:
         self._callback, self._callback_is_given = place_callback(trainer.callbacks)
         self._callback.connect(self.runtime, self._log)
-
-
-def _loss_of(output: Any) -> torch.Tensor | None:
-    """Return the loss in the result of a step, which callbacks will read."""
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    return loss if isinstance(loss, torch.Tensor) else None
 
 
 _SKIPPED = (

@@ -127,7 +127,6 @@ def read_mask(function: Callable[..., Any], seq_len: int) -> Visibility:
     Raises:
         ConfigError: a part of it is neither causality, nor a window, nor packing.
     """
-    inside = _closure_arguments(function)
     match _factory_name(function):
         case "causal_mask_function":
             return Visibility(causal=True)
@@ -135,24 +134,27 @@ def read_mask(function: Callable[..., Any], seq_len: int) -> Visibility:
             return Visibility()
         case "and_masks":
             found = Visibility()
-            for part in inside["mask_functions"]:
+            for part in _closure_arguments(function)["mask_functions"]:
                 found = found & read_mask(part, seq_len)
             return found
         case "sliding_window_overlay":  # its window counts the query itself
-            return Visibility(window=(int(inside["sliding_window"]) - 1, -1))
+            return Visibility(window=(int(_closure_arguments(function)["sliding_window"]) - 1, -1))
         case "sliding_window_bidirectional_overlay":
-            reach = int(inside["sliding_window"])
+            reach = int(_closure_arguments(function)["sliding_window"])
             return Visibility(window=(reach, reach))
         case "packed_sequence_mask_function":
             # It reads the shard's positions; the documents are in the layout.
             return Visibility(packed=True)
         case "remap_positions_for_packed_sequence":
-            return replace(read_mask(inside["mask_function"], seq_len), packed=False)
-        case "chunked_overlay" if int(inside["chunk_size"]) >= seq_len:
+            return replace(
+                read_mask(_closure_arguments(function)["mask_function"], seq_len), packed=False
+            )
+        case "chunked_overlay" if int(_closure_arguments(function)["chunk_size"]) >= seq_len:
             return Visibility()
         case "chunked_overlay":
+            size = int(_closure_arguments(function)["chunk_size"])
             raise ConfigError(
-                f"the model attends in chunks (attention_chunk_size={int(inside['chunk_size'])}), which is "
+                f"the model attends in chunks (attention_chunk_size={size}), which is "
                 f"not sharded beyond one chunk, and the sequence has {seq_len} tokens. {EXPRESSIBLE} Use "
                 "sequences of at most one chunk, or a strategy without context parallelism."
             )
