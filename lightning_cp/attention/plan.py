@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -172,18 +171,18 @@ def check_call(
         ShapeError: q, k and v do not fit each other or the layout, or slopes or sinks do not fit q.
         ConfigError: an argument of another type, or a layout of another mesh.
     """
-    tensors = {"q_BLHD": q_BLHD, "k_BLKD": k_BLKD, "v_BLKD": v_BLKD}
-    _check_types({"layout": layout}, SequenceLayout)
-    _check_types({"spec": spec}, AttentionSpec)
-    _check_types(tensors, torch.Tensor)
+    _check_types(layout=(layout, SequenceLayout), spec=(spec, AttentionSpec))
+    _check_types(
+        q_BLHD=(q_BLHD, torch.Tensor), k_BLKD=(k_BLKD, torch.Tensor), v_BLKD=(v_BLKD, torch.Tensor)
+    )
     check_inputs(q_BLHD, k_BLKD, v_BLKD, layout)
     spec.check_slopes(q_BLHD)
     check_sinks(spec.sinks, q_BLHD)
     mesh.require_layout(layout)
 
 
-def _check_types(arguments: Mapping[str, object], wanted: type) -> None:
-    for name, value in arguments.items():
+def _check_types(**arguments: tuple[object, type]) -> None:
+    for name, (value, wanted) in arguments.items():
         if not isinstance(value, wanted):
             raise ConfigError(
                 f"{name} must be a {wanted.__module__.partition('.')[0]} {wanted.__name__}, got "
@@ -198,7 +197,7 @@ def check_mesh(mesh: object) -> None:
     Raises:
         ConfigError: not a ``ContextParallelMesh``.
     """
-    _check_types({"mesh": mesh}, ContextParallelMesh)
+    _check_types(mesh=(mesh, ContextParallelMesh))
 
 
 def check_inputs(

@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_cp.batch.declarations import (
+from lightning_cp.batch.read import (
     MASK,
     SEGMENTS,
+    WholeBatch,
     has_boundaries,
     last_part,
 )
-from lightning_cp.batch.read import WholeBatch
-from lightning_cp.batch.rules import BatchRules
-from lightning_cp.batch.tracked_batch import POSITIONS
+from lightning_cp.batch.rules import POSITIONS, BatchRules
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import Documents
 from lightning_cp.layout.documents import text_positions

@@ -44,7 +44,7 @@ from lightning_cp.layout.axes import Axis, Flat
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.models.blocks import blocks_of, matches
 from lightning_cp.utils.dtensor import is_on_meta, local_part
-from lightning_cp.utils.module_hooks import add_hook
+from lightning_cp.utils.patching import add_hook
 
 # Optimizers made before their model was sharded, and the parameters that they step and zero.
 

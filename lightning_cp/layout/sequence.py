@@ -207,7 +207,7 @@ class SequenceLayout:
         self._check_size(x, dim, self.seq_len, "shard", "the whole sequence")
         positions = self.positions(cp_rank).to(x.device)
         local = x.index_select(dim, positions.clamp(max=self.seq_len - 1))
-        if self.real_len(cp_rank) == self.local_len:
+        if self.padded_len == self.seq_len or self.real_len(cp_rank) == self.local_len:
             return local
         padding = positions >= self.seq_len
         shape = [1] * x.dim()

@@ -8,28 +8,130 @@ counts: a rank that did not log them counted nothing.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice, starmap
-from numbers import Integral, Real
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
-from torchmetrics import MeanMetric, Metric
+import torch.distributed as dist
 
 from lightning_cp.batch.loss_calls import Mismatch, find_mismatches, mismatch_warning
 from lightning_cp.comm.all_gather import all_gather
+from lightning_cp.comm.consensus import all_equal_sum, check_gathered, gather_facts, raise_on_all
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.layout.axes import Flat
-from lightning_cp.logging.pending import Losses, StepRanks, agree_on_calls
-from lightning_cp.loss.averages import Options, as_logged
+from lightning_cp.loss.averages import Options
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.utils.tracing import profile_range
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PendingFindings:
+    """Findings of checks in a step, to be sent to the other ranks."""
+
+    checks: Sequence[str] = ()
+    """Names of the checks that ran."""
+    error: Exception | None = None
+    """The error of the first check that failed."""
+    need_gradients: Sequence[bool] = ()
+    """For each attention call: whether backward will come through it."""
+    compared: Callable[[], None] = lambda: None
+    """Called if the ranks that share a sample have the same ``need_gradients``."""
+    refuse: Callable[[Mapping[int, Sequence[bool]]], None] = lambda _: None
+    """Called with the different ``need_gradients`` of ranks that share a sample, by rank; raises."""
+
+
+class Losses(Protocol):
+    """Losses of a step that has several counts."""
+
+    def likeness(self, value: torch.Tensor) -> torch.Tensor: ...
+    def shares_by(self, alike: torch.Tensor) -> list[float] | None: ...
+
+
+class StepRanks(Protocol):
+    """The part of the strategy's core that this module uses."""
+
+    @cached_property
+    def mesh(self) -> ContextParallelMesh: ...
+    @property
+    def shares(self) -> list[float]: ...
+    @property
+    def weights_by_loss(self) -> Losses | None: ...
+    @property
+    def looks_at_values(self) -> bool: ...
+    @property
+    def declares_targets(self) -> bool: ...
+    def evidence(self, value: torch.Tensor) -> torch.Tensor: ...
+    def pop_refused(self) -> Exception | None: ...
+    def pop_findings(self) -> PendingFindings: ...
+    def gathering(self) -> AbstractContextManager[None]: ...
+
+
+def agree_on_calls(
+    own: list[Any], ranks: StepRanks, flat: Flat, *, to_backward: bool = False
+) -> list[list[Any]]:
+    """Exchange lists of calls and findings; return every rank's list.
+
+    Correctness depends on it: after it, all ranks take the same path.
+
+    Args:
+        own: this rank's calls.
+        ranks: the current step.
+        flat: flattened group of the ranks that take part.
+        to_backward: all of them run backward next.
+
+    Raises:
+        RankFailure: a check failed on another rank; the rank itself raises its own error.
+        BatchMismatchError: ranks are at different calls, or have made different checks.
+        ConfigError: backward would come through attention on some ranks only.
+    """
+    mesh, step = ranks.mesh, ranks.pop_findings()
+    group, error = mesh.control_group(flat), step.error
+    part = 0 if flat is Flat.CP else mesh.data_rank
+    size = mesh.sample_size
+    of_sample = step.checks, step.need_gradients
+    dissents = error is not None
+    votes = all_equal_sum(("log", own), group, dissents=dissents, of=(part, size), own=of_sample)
+    if votes is not None:
+        step.compared()
+        return [own] * group.size()
+    # Another name than that of checks within the step: a rank may still be there.
+    every = gather_facts((own, *of_sample), group, what="logged values", error=error)
+    groups = [range(at, at + size) for at in range(0, len(every), size)]
+    checks = [{"checks": ", ".join(checks) or "none"} for _, checks, _ in every]
+    check_gathered(checks, group, what="step", within=groups, remedy=_CALL_ALL)
+    gradients = [list(gradients) for _, _, gradients in every]
+    apart = [of for of in groups if any(gradients[rank] != gradients[of[0]] for rank in of)]
+    if apart and to_backward:
+        step.refuse({dist.get_global_rank(group, rank): gradients[rank] for rank in apart[0]})
+    if groups[part] not in apart:
+        step.compared()
+    return [calls for calls, _, _ in every]
+
+
+def raise_refused(error: Exception, ranks: StepRanks) -> None:
+    """Raise the error that ended the step on all ranks; the others wait for their vote on the step.
+
+    Raises:
+        Exception: the error, once all ranks know of it.
+    """
+    if ranks.mesh.data_size == 1:
+        raise error
+    _log.error("%s", error)  # a step that exchanges something between samples waits for this rank
+    raise_on_all(error, ranks.mesh.control_group(Flat.LOSS), what="refused")
+
+
+_CALL_ALL = "Models are called by all of them or by none: let no rank's own tokens decide that."
+
 
 # Values of all ranks of a group, side by side, and their combinations.
 
@@ -475,88 +577,3 @@ def _reduce_ratios(calls: list[LogCall], mesh: ContextParallelMesh, flat: Flat) 
     own = torch.stack([torch.stack(list(call.values)) for call in calls])
     for call, (total, count) in zip(calls, all_sum(own, mesh.group(flat)), strict=True):
         call.emit = partial(call.emit, total, count)
-
-
-# Kinds of values passed to ``self.log``, and their form after the reduction.
-
-
-ARGUMENTS = (
-    "prog_bar",
-    "logger",
-    "on_step",
-    "on_epoch",
-    "reduce_fx",
-    "enable_graph",
-    "sync_dist",
-    "sync_dist_group",
-    "add_dataloader_idx",
-    "batch_size",
-    "metric_attribute",
-    "rank_zero_only",
-)
-"""Arguments of ``LightningModule.log`` after the value, by position."""
-
-
-def show_metric(
-    log: Callable[..., None],
-    name: str,
-    metric: Metric,
-    cache: Any,
-    shown: torch.Tensor | None,
-    options: dict[str, Any],
-) -> None:
-    """Log a metric that shows at this step its value of then (``cache``), or the reduced one."""
-    now = metric._forward_cache
-    metric._forward_cache = cache if shown is None else as_logged(shown)
-    try:
-        log(name, metric, **options)
-    finally:
-        metric._forward_cache = now
-
-
-def numbers_in(metric: MeanMetric) -> torch.Tensor:
-    """Return the sum of a metric's numbers; 0 if it was updated with several values at a time."""
-    total, weight = (torch.as_tensor(x).detach() for x in (metric.mean_value, metric.weight))
-    return torch.where(weight == metric._update_count, total, 0.0).reshape(())
-
-
-def in_type_of(shown: torch.Tensor, value: Any) -> torch.Tensor:
-    """Return the reduced value in the type of the original one."""
-    if not isinstance(value, torch.Tensor):
-        return as_logged(shown)
-    shown = shown.to(value)
-    if not value.requires_grad:
-        return shown
-    return shown + torch.nan_to_num(value.reshape(()) - value.detach().reshape(()))  # enable_graph
-
-
-def whole(value: Any) -> Any:
-    """Return a sharded value as a plain tensor on every rank, such as the norm of sharded gradients."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def kind_of(value: Any, options: dict[str, Any]) -> Kind | None:
-    """Return how ranks' values are combined; ``None``: not a loggable value, Lightning raises."""
-    if isinstance(value, Metric):
-        return Kind.METRIC
-    if isinstance(value, torch.Tensor):
-        if value.numel() != 1 or value.is_complex():
-            return None
-        flag, integer = value.dtype == torch.bool, not value.is_floating_point()
-    elif isinstance(value, Real):  # also NumPy's float64
-        flag, integer = isinstance(value, bool), isinstance(value, Integral)
-    else:
-        return None
-    if flag or integer:
-        return Kind.FLAG if flag else Kind.COUNT
-    reduction = options.get("reduce_fx")
-    if isinstance(reduction, str):
-        reduction = reduction.lower()
-    return next((kind for kind, known in _REDUCTIONS.items() if reduction in known), Kind.MEAN)
-
-
-_REDUCTIONS: dict[Kind, tuple[Any, ...]] = {
-    Kind.SUM: ("sum", torch.sum, sum),
-    Kind.LARGEST: ("max", torch.max, max),
-    Kind.SMALLEST: ("min", torch.min, min),
-}

@@ -21,8 +21,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.memory.chunked_loss import changed_cross_entropy, compute_dtype
 from lightning_cp.models.hf.forward import arguments_by_name
 from lightning_cp.models.hf.positions import parameters_of
-from lightning_cp.utils.module_hooks import add_hook
-from lightning_cp.utils.patching import PatchSet
+from lightning_cp.utils.patching import PatchSet, add_hook
 from lightning_cp.utils.tracing import exclude_from_compile
 
 Function = Callable[..., Any]

@@ -25,8 +25,7 @@ from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout.cost import HeadCounts
 from lightning_cp.models.guards.token_mixing import LOCAL
 from lightning_cp.models.handle import SwapHandle, SwapMethod
-from lightning_cp.utils.module_hooks import add_hook
-from lightning_cp.utils.patching import PatchSet
+from lightning_cp.utils.patching import PatchSet, add_hook
 from lightning_cp.utils.tracing import exclude_from_compile
 
 ATTENTION_METHOD = "scaled_dot_product_attention"

@@ -23,8 +23,7 @@ from lightning_cp.kernels.select import has_feature
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.layout.exchange import Exchange
 from lightning_cp.mesh import ContextParallelMesh
-from lightning_cp.utils.module_hooks import add_hook
-from lightning_cp.utils.patching import PatchSet
+from lightning_cp.utils.patching import PatchSet, add_hook
 from lightning_cp.utils.tracing import exclude_from_compile
 
 

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from lightning_cp.batch import BatchRules, WholeBatch, add_positions_and_targets, read_batch
-from lightning_cp.batch.declarations import SEGMENTS, has_boundaries
-from lightning_cp.batch.tracked_batch import TARGETS
+from lightning_cp.batch.read import SEGMENTS, has_boundaries
+from lightning_cp.batch.rules import TARGETS
 from lightning_cp.models.hf.labels import is_same_labels
 from lightning_cp.models.swap import hf_models
 from lightning_cp.utils.containers import map_tensors, tensors_of
 from lightning_cp.utils.labels import IGNORED_LABEL
-from lightning_cp.utils.module_hooks import add_hook
+from lightning_cp.utils.patching import add_hook
 
 
 def batch_window(batch: Any, rules: BatchRules, tokens: int, divisor: int) -> Any:

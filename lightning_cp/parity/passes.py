@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.utils.containers import tensors_of
-from lightning_cp.utils.module_hooks import add_hook
+from lightning_cp.utils.patching import add_hook
 
 # Events in a model, in order: inputs and outputs of its modules, and its calls of attention.
 

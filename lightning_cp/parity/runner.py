@@ -27,7 +27,7 @@ from lightning_cp.runtime.probe import probe_step, single_rank_step
 from lightning_cp.runtime.runtime import ContextParallelRuntime
 from lightning_cp.utils.containers import tensors_of
 from lightning_cp.utils.dtensor import local_part
-from lightning_cp.utils.module_hooks import add_hook
+from lightning_cp.utils.patching import add_hook
 
 # The same model with other rounding: the effect of rounding alone.
 #

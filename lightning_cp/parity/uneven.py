@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from lightning_cp.batch import BatchRules, WholeBatch
-from lightning_cp.batch.rules import KNOWN_DIMS, PAD_VALUES
-from lightning_cp.batch.tracked_batch import TARGETS
+from lightning_cp.batch.rules import KNOWN_DIMS, PAD_VALUES, TARGETS
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.utils.containers import map_tensors
 from lightning_cp.utils.labels import IGNORED_LABEL

@@ -42,8 +42,7 @@ from lightning_cp.randomness.functions import patch_random_functions
 from lightning_cp.randomness.token_draws import TokenDraws
 from lightning_cp.runtime.mesh_builder import MeshBuilder
 from lightning_cp.utils.containers import memory_of, tensors_of
-from lightning_cp.utils.module_hooks import add_hook
-from lightning_cp.utils.patching import StepPatches
+from lightning_cp.utils.patching import StepPatches, add_hook
 from lightning_cp.utils.tracing import exclude_from_compile
 
 # QK-clip: attention modules report their largest scores to the optimizers of a run.

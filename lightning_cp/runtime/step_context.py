@@ -12,12 +12,10 @@ from torch.optim import Optimizer
 
 from lightning_cp.batch import unshard_output
 from lightning_cp.batch.loss_calls import LossCalls
-from lightning_cp.batch.shard import ShardedBatch
-from lightning_cp.batch.sharder import Sharding
+from lightning_cp.batch.sharder import ShardedBatch, Sharding
 from lightning_cp.batch.step_state import PositionInfo, StepState
 from lightning_cp.errors import ConfigError
-from lightning_cp.logging.pending import PendingFindings
-from lightning_cp.logging.reduce import equal, side_by_side, weighted_mean
+from lightning_cp.logging.reduce import PendingFindings, equal, side_by_side, weighted_mean
 from lightning_cp.loss.averages import NO_LOSS
 from lightning_cp.loss.counts import TRAINS
 from lightning_cp.loss.review import LossReview

@@ -32,8 +32,7 @@ from lightning_cp.throughput.work import (
     observe_calls,
     shared_call,
 )
-from lightning_cp.utils.module_hooks import add_hook
-from lightning_cp.utils.patching import PatchSet
+from lightning_cp.utils.patching import PatchSet, add_hook
 
 
 @dataclass(frozen=True)

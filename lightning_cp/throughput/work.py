@@ -17,8 +17,7 @@ from lightning_cp.layout import Mask, visible_pairs
 from lightning_cp.models.sdpa import observe_sdpa
 from lightning_cp.models.structure import module_mask
 from lightning_cp.models.swap import config_value, hf_models
-from lightning_cp.utils.module_hooks import add_hook
-from lightning_cp.utils.patching import PatchSet
+from lightning_cp.utils.patching import PatchSet, add_hook
 
 
 class AttentionCall(NamedTuple):

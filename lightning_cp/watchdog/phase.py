@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.utils.module_hooks import add_hook, strip_wrappers
+from lightning_cp.utils.patching import add_hook, strip_wrappers
 
 
 class Phase(IntEnum):

@@ -50,7 +50,7 @@ from lightning_cp.checkpoint.pretrained.writer import (
 from lightning_cp.checkpoint.tensors import assemble
 from lightning_cp.comm.consensus import World, error_summary
 from lightning_cp.errors import CheckpointError, ConfigError, without_home
-from lightning_cp.utils.module_hooks import strip_wrappers
+from lightning_cp.utils.patching import strip_wrappers
 
 # The plan of an export: parameters, their keys and their files; nothing is written yet.
 

@@ -19,7 +19,7 @@ from torch import nn
 from lightning_cp.checkpoint.pretrained.memory import out_of_memory_error, room_for_whole
 from lightning_cp.comm.reduce import broadcast_tensors
 from lightning_cp.utils.dtensor import local_part
-from lightning_cp.utils.module_hooks import strip_wrappers
+from lightning_cp.utils.patching import strip_wrappers
 
 Initialize = Callable[[nn.Module], object]
 """A function that sets all values of a module's own parameters and buffers."""

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cp.checkpoint.pretrained.files import TensorEntry
 from lightning_cp.errors import CheckpointError, ConfigError
-from lightning_cp.utils.module_hooks import strip_wrappers
+from lightning_cp.utils.patching import strip_wrappers
 
 Shape = tuple[int, ...]
 _JOIN, _JOIN_DIM = re.compile(r" \+\d* "), re.compile(r" \+(\d*) ")

@@ -49,7 +49,7 @@ from lightning_cp.comm.consensus import World
 from lightning_cp.errors import CheckpointError, RankFailure
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.utils.dtensor import local_part
-from lightning_cp.utils.module_hooks import strip_wrappers
+from lightning_cp.utils.patching import strip_wrappers
 
 # One line of progress for the whole model, over all ranks, not per file.
 #

@@ -15,7 +15,7 @@ from torch import nn
 from lightning_cp.checkpoint.pretrained.files import WeightFiles
 from lightning_cp.checkpoint.pretrained.keys import Rule, Tensors, rule_for, tensors_of
 from lightning_cp.errors import CheckpointError
-from lightning_cp.utils.module_hooks import strip_wrappers
+from lightning_cp.utils.patching import strip_wrappers
 
 # Names that only the model or only the checkpoint has, and patterns of allowed ones.
 

@@ -33,7 +33,7 @@ from lightning_cp.checkpoint.pretrained.options import without_values
 from lightning_cp.comm.consensus import World
 from lightning_cp.errors import CheckpointError, ConfigError, LightningCPError
 from lightning_cp.utils.dtensor import is_on_meta, is_sharded, local_part
-from lightning_cp.utils.module_hooks import strip_wrappers
+from lightning_cp.utils.patching import strip_wrappers
 
 # Placeholders for tensors whose values are not available.
 #

@@ -23,11 +23,11 @@ from lightning_cp.models.blocks import members
 from lightning_cp.models.guards.token_mixing import LOCAL
 from lightning_cp.models.handle import ATTENTION, SwapHandle
 from lightning_cp.models.sdpa import is_sdpa
-from lightning_cp.utils.module_hooks import add_hook
 from lightning_cp.utils.patching import (
     ChainedPatch,
     Function,
     ReplacedFunction,
+    add_hook,
     module_globals,
 )
 from lightning_cp.utils.tracing import exclude_from_compile

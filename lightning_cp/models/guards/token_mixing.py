@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
-from lightning_cp.utils.module_hooks import add_hook
+from lightning_cp.utils.patching import add_hook
 from lightning_cp.utils.tracing import exclude_from_compile
 
 LOCAL = "context_parallel_local"

@@ -36,8 +36,7 @@ from lightning_cp.models.hf.positions import (
     position_counter,
     positions_for,
 )
-from lightning_cp.utils.module_hooks import add_hook
-from lightning_cp.utils.patching import PatchSet
+from lightning_cp.utils.patching import PatchSet, add_hook
 from lightning_cp.utils.tracing import exclude_from_compile
 
 _HEADS = re.compile(r"For(SequenceClassification|MultipleChoice|NextSentencePrediction)$")

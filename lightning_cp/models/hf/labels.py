@@ -22,8 +22,7 @@ from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.hf.positions import parameters_of, takes_extra
 from lightning_cp.utils.autograd_notes import Count, note_origin
 from lightning_cp.utils.labels import IGNORED_LABEL
-from lightning_cp.utils.module_hooks import add_hook
-from lightning_cp.utils.patching import PatchSet
+from lightning_cp.utils.patching import PatchSet, add_hook
 from lightning_cp.utils.tracing import exclude_from_compile
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
-from lightning_cp.utils.module_hooks import add_hook
+from lightning_cp.utils.patching import add_hook
 from lightning_cp.utils.tracing import exclude_from_compile
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
