@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_cp.config import StrategyConfig
 from lightning_cp.engines.base import engine as engine_of
-from lightning_cp.engines.ddp import CommHook
+from lightning_cp.engines.ddp_options import CommHook
 from lightning_cp.runtime.runtime import ContextParallelRuntime
 from lightning_cp.utils.console import quiet_lightning
 

@@ -34,8 +34,8 @@ from lightning_cp.config import (
 from lightning_cp.consistency.finite import FiniteGuard, Step
 from lightning_cp.consistency.settings import check_same_start
 from lightning_cp.engines.base import engine
-from lightning_cp.engines.ddp import ARGUMENTS as HOOK
-from lightning_cp.engines.ddp import (
+from lightning_cp.engines.ddp_options import ARGUMENTS as HOOK
+from lightning_cp.engines.ddp_options import (
     CommHook,
     check_ddp_only,
     check_known_options,

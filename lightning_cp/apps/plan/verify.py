@@ -29,7 +29,7 @@ from lightning_cp.comm.groups import FAKE
 from lightning_cp.config import StrategyConfig
 from lightning_cp.engines.base import engine as engine_of
 from lightning_cp.engines.checks import DTYPES
-from lightning_cp.engines.ddp import CommHook
+from lightning_cp.engines.ddp_options import CommHook
 from lightning_cp.engines.fsdp_internals import groups_of
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout.axes import FLATTENED, Axis, Flat
