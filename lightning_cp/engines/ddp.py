@@ -23,7 +23,7 @@ from lightning_cp.engines.gradients import average_present
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout.axes import Flat
 from lightning_cp.mesh import ContextParallelMesh
-from lightning_cp.utils.module_hooks import add_hook
+from lightning_cp.utils.patching import add_hook
 
 # Parameters that share a model's values, so that hooks on the model's parameters see no backward.
 
