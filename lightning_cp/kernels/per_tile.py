@@ -125,7 +125,10 @@ def trim_gradients(parts: Gradients, inputs: QKV) -> Gradients:
 
 def with_unit_strides(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Make the last stride 1, which some operators assume; they support any other strides."""
-    return tuple([x if x.stride(-1) == 1 else x.contiguous() for x in tensors])
+    for x in tensors:
+        if x.stride(-1) != 1:
+            return tuple([x if x.stride(-1) == 1 else x.contiguous() for x in tensors])
+    return tensors
 
 
 def _add_gradients(tile: Tile, parts: Gradients, gradients: GradientSums) -> None:

@@ -192,9 +192,7 @@ class SequenceLayout:
         sums = np.zeros(self.padded_len + 1, dtype=np.int64)
         np.cumsum(per_token.numpy(), out=sums[1 : self.seq_len + 1])
         sums[self.seq_len + 1 :] = sums[self.seq_len]
-        return tuple(
-            [sum([int(sums[end] - sums[start]) for start, end in runs]) for runs in self._runs]
-        )
+        return tuple([int(np.diff(sums[np.array(runs)]).sum()) for runs in self._runs])
 
     def shard(
         self, x: torch.Tensor, cp_rank: int, dim: int = 1, pad_value: float | int | bool = 0

@@ -228,6 +228,8 @@ class _SharedCall:
     call: LogCall
     kind: Kind
     """``METRIC`` if ranks have different kinds."""
+    is_loss: bool
+    """It is the loss that a step returned."""
     looks: bool
     """Ranks exchange evidence on how they computed the value."""
     rows: list[torch.Tensor]
@@ -342,7 +344,7 @@ class StepLog:
         self._doubt(doubtful, calls, doubted)
         for each in shared:
             call, row, nan = each.call, each.rows[0], each.nan
-            if each.differs and shares is not None and _is_mean(call):
+            if each.differs and shares is not None and call.kind in MEANS and not each.is_loss:
                 self._warn_of_nan(call, [x and y > 0 for x, y in zip(nan, shares, strict=True)])
             if each.kind in MEANS and shares is not None:
                 own = losses.shares_by(each.rows[-1]) if losses and each.differs else shares
@@ -492,10 +494,11 @@ def _exchange(
             continue
         own, kind = [call.values[0]], call.kind if len({*of_ranks}) == 1 else Kind.METRIC
         is_mean = {*of_ranks} <= {*MEANS}  # on all ranks: they send as much
-        looks = evidence_of if is_mean and _is_mean(call) else None
+        is_loss = call.where.startswith(STEP_LOSS)
+        looks = evidence_of if is_mean and not is_loss else None
         own += [] if looks is None else [looks(own[0])]
         own += [losses.likeness(own[0])] if losses and is_mean else []
-        shared.append(_SharedCall(call, kind, looks is not None, own))
+        shared.append(_SharedCall(call, kind, is_loss, looks is not None, own))
     both = iter(side_by_side([x for each in shared for x in each.rows], mesh))
     for each in shared:
         each.rows = [*islice(both, len(each.rows))]
@@ -504,7 +507,7 @@ def _exchange(
 
 def _compare(shared: list[_SharedCall]) -> None:
     """Set the flags of calls; waits for the device once."""
-    of_step = [each.rows[0] for each in shared if _is_step_loss(each.call)]
+    of_step = [each.rows[0] for each in shared if each.is_loss]
     found: list[torch.Tensor] = []
     for each in shared:
         row = each.rows[0]
@@ -532,15 +535,6 @@ def _differs_and_nan(row: torch.Tensor) -> torch.Tensor:
     """Return bool [1 + ranks]: whether ranks have different values, and which of them have NaN."""
     nan = row.reshape(len(row), -1).isnan().any(1)
     return torch.cat([~equal(row).all()[None], nan])
-
-
-def _is_step_loss(call: LogCall) -> bool:
-    return call.where.startswith(STEP_LOSS)
-
-
-def _is_mean(call: LogCall) -> bool:
-    """True for a logged mean, not the loss that a step returns."""
-    return call.kind in MEANS and not _is_step_loss(call)
 
 
 def _without_step_mismatch(

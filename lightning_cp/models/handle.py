@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
@@ -545,9 +546,12 @@ def raise_gradient_mismatch(every: Mapping[int, Sequence[bool]]) -> NoReturn:
     )
 
 
+_values_of = attrgetter(*[item.name for item in fields(AttentionSpec)])
+
+
 def _plan_key(spec: AttentionSpec, *inputs: torch.Tensor) -> tuple[object, ...]:
     """Return a key for plans within one batch; slopes and sinks are compared by identity."""
-    values = [getattr(spec, item.name) for item in fields(spec)]
+    values = _values_of(spec)
     return (
         *[id(value) if isinstance(value, torch.Tensor) else value for value in values],
         *[(x.shape, x.dtype, x.device) for x in inputs],
