@@ -106,19 +106,15 @@ class _LazyPair:
 
     def __init__(self, keys: Keys, dtype: torch.dtype) -> None:
         self.shape, self.key_dim = keys.pair_shape, keys.key_dim
-        self._how = {"dtype": dtype, "device": keys.tensors[0].device}
+        self.how = {"dtype": dtype, "device": keys.tensors[0].device}
 
     @cached_property
     def pair(self) -> torch.Tensor:
-        return torch.empty(self.shape, **self._how)
+        return torch.empty(self.shape, **self.how)
 
     def half(self, at: int) -> torch.Tensor:
         """Return the view [B, keys, K/V heads, D] for the gradient of K (0) or V (1)."""
         return split_pair(self.pair.transpose(0, 1), self.key_dim)[at]
-
-    def empty(self) -> torch.Tensor:
-        """Return the pair of no keys."""
-        return torch.empty((0, *self.shape[1:]), **self._how)
 
 
 class KeyGradientSums:
@@ -169,7 +165,7 @@ class KeyGradientSums:
 
     def empty(self) -> torch.Tensor:
         """Return the pair of no keys."""
-        return self._new.empty()
+        return torch.empty((0, *self._new.shape[1:]), **self._new.how)
 
 
 class KeyGradients:

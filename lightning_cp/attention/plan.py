@@ -230,7 +230,8 @@ def _shape_problem(
         return "q, k and v must be [batch, local tokens, heads, head dim]"
     if 0 in (q_BLHD.shape[3], k_BLKD.shape[3], v_BLKD.shape[3]):
         return "the head dim must be at least 1"
-    if len({(x.dtype, x.device) for x in (q_BLHD, k_BLKD, v_BLKD)}) > 1:
+    same_type = q_BLHD.dtype == k_BLKD.dtype == v_BLKD.dtype
+    if not same_type or not q_BLHD.device == k_BLKD.device == v_BLKD.device:
         return "q, k and v must have one dtype and one device"
     if k_BLKD.shape[:3] != v_BLKD.shape[:3] or q_BLHD.shape[0] != k_BLKD.shape[0]:
         return "k and v must have equal shapes but for their head dims, and the batch size of q"

@@ -89,6 +89,7 @@ class GradientsToTokens:
     ) -> None:
         self._dtype = dtype
         self._pending: list[Pending] = []
+        self._local: list[torch.Tensor] = []
         if plan.heads.ulysses_size == 1:
             self._local = [gradients.pop(0).transpose(0, 1).to(dtype) for _ in range(3)]
             return
@@ -105,6 +106,8 @@ class GradientsToTokens:
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return dq, dk and dv in the dtype of the inputs."""
-        results = [x for pending in self._pending for x in pending.wait()] or self._local
+        results = self._local
+        for pending in self._pending:
+            results += pending.wait()
         dq, dk, dv = [x.to(self._dtype) for x in results]
         return dq, dk, dv

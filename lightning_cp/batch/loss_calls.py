@@ -107,8 +107,9 @@ def find_mismatches(evidence: torch.Tensor) -> torch.Tensor:
     held = targets > 0
     is_mean = held.any() & (known.isfinite() | ~held).all()
     of_mean = is_mean & _misfit(known, targets, held)
-    of_rows = ~is_mean & _is_same(rows, held) & (apart > 0).any() & (held.sum() > 1)
-    (_, high), same = _range(ratio, held), _is_same(ratio, held)
+    of_rows = ~is_mean & _is_same(*_range(rows, held)) & (apart > 0).any() & (held.sum() > 1)
+    low, high = _range(ratio, held)
+    same = _is_same(low, high)
     fewest, most = _range(targets, held)
     tells = (most - fewest > 1e-3 * most) | ((high - 1).abs() < 1e-5)  # not c / targets
     of_sum = ~is_mean & ~of_rows & same & tells & (held.sum() > 1)
@@ -203,9 +204,8 @@ def _misfit(counts: torch.Tensor, targets: torch.Tensor, held: torch.Tensor) -> 
     return ((shares - wanted).abs() > 1e-5 * wanted).any()
 
 
-def _is_same(ratio: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-    """True if the ratio is equal on all ranks with targets, up to rounding."""
-    low, high = _range(ratio, held)
+def _is_same(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """True if a ratio between these is equal on all ranks with targets, up to rounding."""
     return ((high - low).abs() <= 1e-5 * high.abs()) & (high != 0) & high.isfinite()
 
 

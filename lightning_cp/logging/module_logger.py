@@ -173,14 +173,14 @@ class ModuleLog:
             return
         if not isinstance(shown, torch.Tensor):
             shown = torch.tensor(float(shown), dtype=torch.float64)
-        values = [shown.reshape(())]
+        values, where = [shown.reshape(())], self._current_hook
         if self._is_deferred(options):
-            emit = self._emitter(name, value, options)
-            self._calls.add(LogCall(name, kind, values, emit, self._current_hook))
+            emit = self._emitter(where, name, value, options)
+            self._calls.add(LogCall(name, kind, values, emit, where))
             return
         self._own_log(name, value, **self._grouped(options))
         if not options.get("rank_zero_only"):
-            self._calls.add(LogCall(name, Kind.SHOWN, values, _do_nothing, self._current_hook))
+            self._calls.add(LogCall(name, Kind.SHOWN, values, _do_nothing, where))
 
     def _compare_metric(self, name: str, value: Any) -> None:
         """Compare a metric that averages numbers between ranks, the first few times."""
@@ -321,8 +321,10 @@ class ModuleLog:
         flag = torch.tensor(float(mine))
         return bool(all_sum(flag, self._run.mesh.control_group(Flat.LOSS)))
 
-    def _emitter(self, name: str, value: Any, options: dict[str, Any]) -> Callable[..., None]:
-        where, options = self._current_hook, self._grouped(options)
+    def _emitter(
+        self, where: str, name: str, value: Any, options: dict[str, Any]
+    ) -> Callable[..., None]:
+        options = self._grouped(options)
         cache = value._forward_cache if isinstance(value, Metric) else None
         if isinstance(value, torch.Tensor) and not options.get("enable_graph"):
             value = value.detach().clone()  # the module may reuse the tensor
@@ -478,7 +480,10 @@ def kind_of(value: Any, options: dict[str, Any]) -> Kind | None:
     reduction = options.get("reduce_fx")
     if isinstance(reduction, str):
         reduction = reduction.lower()
-    return next((kind for kind, known in _REDUCTIONS.items() if reduction in known), Kind.MEAN)
+    for kind, known in _REDUCTIONS.items():
+        if reduction in known:
+            return kind
+    return Kind.MEAN
 
 
 _REDUCTIONS: dict[Kind, tuple[Any, ...]] = {

@@ -421,8 +421,9 @@ class ModelBinding:
         return StepState(
             layout=part.layout,
             position_ids=part.position_ids,
-            aligned_labels=_copy(part.aligned_labels),
-            labels=_copy(part.labels),
+            # Copies, to detect a step that changes its labels.
+            aligned_labels=None if part.aligned_labels is None else part.aligned_labels.clone(),
+            labels=None if part.labels is None else part.labels.clone(),
             valid_local=part.valid[cp_rank],
             real_local=part.layout.real_len(cp_rank),
             loss_outside=self._loss_outside,
@@ -458,11 +459,6 @@ class ModelBinding:
         """
         if self.model is not None and self.rules.labels == "ignore":
             resolve_labels(self.model, self._settings.labels, required=True)
-
-
-def _copy(labels: torch.Tensor | None) -> torch.Tensor | None:
-    """Copy labels, to detect a step that changes them."""
-    return None if labels is None else labels.clone()
 
 
 def _declared(options: Mapping[str, Any], settings: StrategyConfig) -> str:

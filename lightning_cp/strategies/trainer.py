@@ -411,7 +411,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if isinstance(group, Flat):
-            group = self.mesh.group(group)
+            group = self.runtime.meshes.mesh.group(group)
         if group is not None and group.size() == 1:
             return tensor  # logged values without data parallelism
         group = self._group_of_sum(group, reduce_op)

@@ -64,10 +64,9 @@ def map_tensors(value: Any, visit: Visit, name: str = "") -> Any:
             "works: tensors in dicts, tuples, lists, named tuples and dataclasses, nested in any "
             "way."
         )
-    new = {
-        key: map_tensors(item, visit, f"{name}.{key}" if name else str(key))
-        for key, item in items_of(value)
-    }
+    new: dict[Any, Any] = {}
+    for key, item in items_of(value):
+        new[key] = map_tensors(item, visit, f"{name}.{key}" if name else str(key))
     return _rebuild(value, new)
 
 

@@ -241,7 +241,8 @@ class StepPatches:
 
     def begin(self) -> None:
         """Begin a step; end the previous one if that has not happened."""
-        self.end()
+        if self._undo:
+            self.end()
         for patch in self._patches:
             self._undo.append(patch())
 
@@ -256,10 +257,13 @@ class StepPatches:
 
     def told(self) -> list[str]:
         """Return lines about the step that ends now, each kind once."""
-        said = [(report, line) for report in self._reports if (line := report()) is not None]
-        for report, _ in said:
-            self._reports.remove(report)
-        return [line for _, line in said]
+        said: list[str] = []
+        for report in list(self._reports):
+            line = report()
+            if line is not None:
+                self._reports.remove(report)
+                said.append(line)
+        return said
 
 
 def add_hook(

@@ -170,7 +170,7 @@ class CallCheck:
         state = self._handle.state
         if state is None:
             return
-        self._left()
+        self._depth = max(0, self._depth - 1)
         if not self._depth:
             watch_output(model, output, state.layout.local_len)
         if past_hooks and model in self._watches:

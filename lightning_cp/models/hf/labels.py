@@ -233,7 +233,7 @@ class LossWatch:
         model = self._model
         call, self._call = self._call, None
         made, self._computed_loss = self._computed_loss, None
-        if call is None or not self._handle.active:
+        if call is None or self._handle.state is None:
             return
         if made is not None:
             check = functools.partial(
