@@ -301,7 +301,8 @@ class StepLog:
             calls = [call for call in calls if not call.where.startswith(STEP_LOSS)]
         calls = self._with_missing_ratios(calls, lists)
         ratios = sorted([call for call in calls if call.kind is Kind.RATIO], key=_key)
-        _reduce_ratios(ratios, mesh, flat)
+        if ratios:
+            _reduce_ratios(ratios, mesh, flat)
         first = 0 if flat is Flat.CP else mesh.data_rank * mesh.sample_size
         self._reduce_values(
             calls,
@@ -488,6 +489,7 @@ def _exchange(
         for key, kind, *_ in one:
             kinds.setdefault(key, []).append(Kind(kind))
     shared: list[_SharedCall] = []
+    values: list[torch.Tensor] = []
     for call in sorted(calls, key=_key):
         of_ranks = kinds.get(call.key, [])
         if len(of_ranks) < len(lists) or call.kind is Kind.RATIO:
@@ -499,7 +501,8 @@ def _exchange(
         own += [] if looks is None else [looks(own[0])]
         own += [losses.likeness(own[0])] if losses and is_mean else []
         shared.append(_SharedCall(call, kind, is_loss, looks is not None, own))
-    both = iter(side_by_side([x for each in shared for x in each.rows], mesh))
+        values += own
+    both = iter(side_by_side(values, mesh))
     for each in shared:
         each.rows = [*islice(both, len(each.rows))]
     return shared
@@ -566,8 +569,6 @@ def _losses_fit(lists: list[list[Any]], size: int) -> bool:
 
 def _reduce_ratios(calls: list[LogCall], mesh: ContextParallelMesh, flat: Flat) -> None:
     """Sum totals and counts over ranks, which have the same calls by now."""
-    if not calls:
-        return
     own = torch.stack([torch.stack(list(call.values)) for call in calls])
     for call, (total, count) in zip(calls, all_sum(own, mesh.group(flat)), strict=True):
         call.emit = partial(call.emit, total, count)

@@ -425,14 +425,9 @@ class SwapHandle:
         if call in state.plans:
             return state.plans[call][1]
 
-        def make(max_logits: bool) -> AttentionPlan:
-            return make_plan(
-                *(q, k, v, self.mesh, state.layout, spec, self.kernel),
-                exchange=self.exchange,
-                max_logits=max_logits,
-            )
-
-        plan = partial(make_plan_with_scores, make) if max_logits else partial(make, False)
+        arguments = (q, k, v, self.mesh, state.layout, spec, self.kernel)
+        make = partial(make_plan, *arguments, exchange=self.exchange)
+        plan = partial(make_plan_with_scores, make) if max_logits else make
         request = make_request(q, v, spec, max_logits=max_logits)
         made = plan() if request in self.requests else self.checks.run("an attention call", plan)
         self.requests[request] = None

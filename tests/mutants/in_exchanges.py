@@ -87,8 +87,8 @@ EXCHANGE_MUTANTS = (
     Mutant(
         "gradients travel in the dtype of the inputs",
         KEYS,
-        'self._how = {"dtype": dtype, ',
-        'self._how = {"dtype": keys.tensors[0].dtype, ',
+        'self.how = {"dtype": dtype, ',
+        'self.how = {"dtype": keys.tensors[0].dtype, ',
         (sends("ring 2 zigzag"),),
         "Half the bytes, and an error that grows with the ring.",
     ),

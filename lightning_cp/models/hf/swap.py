@@ -81,7 +81,8 @@ def attention_function(handle: SwapHandle, before: str) -> Any:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         name = type(module).__name__
-        _check_not_local(name, handle)
+        if handle.in_local:
+            raise ConfigError(_LOCAL_PART.format(name))
         _check_arguments(name, kwargs)
         _check_self_attention(module, query, key)
         causal, window = _mask_of(module, attention_mask, is_causal, kwargs, before)
@@ -101,13 +102,11 @@ def attention_function(handle: SwapHandle, before: str) -> Any:
     return attention
 
 
-def _check_not_local(name: str, handle: SwapHandle) -> None:
-    if handle.in_local:
-        raise ConfigError(
-            f"{name} is a part of a Hugging Face model that is swapped, and it, or a module around it, has "
-            f"{LOCAL} = True: a model makes the masks of all its attention, so no part of it can be left "
-            "alone. Set the attribute on modules without attention."
-        )
+_LOCAL_PART = (
+    "{} is a part of a Hugging Face model that is swapped, and it, or a module around it, has "
+    f"{LOCAL} = True: a model makes the masks of all its attention, so no part of it can be left "
+    "alone. Set the attribute on modules without attention."
+)
 
 
 def _check_arguments(name: str, kwargs: dict[str, Any]) -> None:
