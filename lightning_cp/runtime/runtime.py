@@ -214,7 +214,7 @@ class ContextParallelRuntime:
         if binding.handle is None:
             raise ConfigError(_NO_MODEL)
         mesh = self.meshes.mesh
-        if needs_labels and self.settings.profiled_steps and mesh.cp_size > 1:
+        if needs_labels and mesh.cp_size > 1:
             records.recorder.begin(mesh)
         with profile_range("shard batch"):
             sharding = shard_batch_checked(
