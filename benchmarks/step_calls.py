@@ -2,16 +2,17 @@
 
     python -m benchmarks.step_calls
 
-A Llama of one layer trains with the Trainer on two ranks (ring). After two steps, everything from one batch's
-end to the next one's is traced on the first rank: calls of functions of ``lightning_cp``, the files in which
-they are, how often a call goes from one of these files to another, and the files on the stack when attention
-is computed.
+A Llama of one layer trains with the Trainer on two ranks (ring). After two steps, everything from one read of
+the dataset to the next one is traced on the first rank: calls of functions of ``lightning_cp``, the files in
+which they are, how often a call goes from one of these files to another, and the files on the stack when
+attention is computed. There is no callback: one with hooks would make ranks compare logged values after them.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import lightning_cp
-from benchmarks.step_overhead import Job, Module, _set_launch_variables
+from benchmarks.step_overhead import Batch, Job, Module, _set_launch_variables
 from lightning_cp.bench.processes import on_ranks
 from lightning_cp.kernels.per_tile import PerTileKernel
 from lightning_cp.strategies.trainer import UlyssesRingStrategy
@@ -60,18 +61,22 @@ class Trace:
         )
 
 
-class Tracer(pl.Callback):
-    """Traces one step; it is the last callback of the Trainer."""
+class TracedRows:
+    """Rows of a dataset, of which the reads begin and end the trace."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: Sequence[Batch]) -> None:
         self.trace = Trace()
+        self._rows = rows
         self._last = ""
         self._kernel = PerTileKernel.forward.__code__
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Begin after the step before, end after the traced one."""
-        done = trainer.global_step
-        sys.setprofile(self._note if done == _TRACED - 1 else None)
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Batch:
+        if index >= _TRACED - 1:
+            sys.setprofile(self._note if index == _TRACED - 1 else None)
+        return self._rows[index]
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         if event != "call" or not frame.f_code.co_filename.startswith(_ROOT):
@@ -101,13 +106,13 @@ def _files_of(frame: FrameType | None) -> list[str]:
 def trace_step(settings: dict[str, Any]) -> Trace:
     """Train on this rank and return its trace."""
     _set_launch_variables()
-    job, tracer = Job(tokens=256, layers=1), Tracer()
+    job = Job(tokens=256, layers=1)
+    rows = TracedRows(job.rows(_TRACED + 1))
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
         strategy=UlyssesRingStrategy(**settings),
-        max_steps=_TRACED,
-        callbacks=[tracer],
+        max_steps=_TRACED + 1,
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
         logger=False,
@@ -115,12 +120,12 @@ def trace_step(settings: dict[str, Any]) -> Trace:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader: Any = DataLoader(job.rows(_TRACED), batch_size=1)  # type: ignore[arg-type]
+    loader: Any = DataLoader(rows, batch_size=1)  # type: ignore[arg-type]
     try:
         trainer.fit(Module(job.network()), loader)
     finally:
         sys.setprofile(None)
-    return tracer.trace
+    return rows.trace
 
 
 def main() -> None:

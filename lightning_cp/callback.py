@@ -102,8 +102,9 @@ class ContextParallelCallback(Callback):
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """End the step: the model is the plain model until the next batch."""
-        self.runtime.watch.position.enter(Phase.BETWEEN_STEPS)
-        self.runtime.end_step()
+        runtime = self.runtime
+        runtime.watch.position.enter(Phase.BETWEEN_STEPS)
+        runtime.end_step()
         self._begin_hook("on_train_batch_end")
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:

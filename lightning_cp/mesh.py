@@ -23,7 +23,7 @@ from lightning_cp.layout import SequenceLayout
 from lightning_cp.layout.axes import FLATTENED, Axis, Flat
 from lightning_cp.layout.axes import Factors as Factors
 from lightning_cp.layout.axes import factorise as factorise
-from lightning_cp.utils.autograd_notes import note_sequence
+from lightning_cp.utils.autograd_notes import Origin, note_origin
 from lightning_cp.utils.dtensor import forget_meshes
 
 
@@ -218,7 +218,7 @@ class ContextParallelMesh:
         if self.cp_size == 1:
             return layout.unshard([x_local], dim=dim)
         whole = layout.unshard(all_gather(x_local, self.group(Flat.CP)), dim=dim)
-        note_sequence(whole)
+        note_origin(whole, Origin.SEQUENCE)
         return whole
 
     def check_layout(self, layout: SequenceLayout) -> None:

@@ -61,9 +61,8 @@ class Stash:
 _current: ContextVar[Stash | None] = ContextVar("lightning_cp_kept_attention", default=None)
 
 
-def current_stash() -> Stash | None:
-    """Return the stash of the current checkpointed region, if there is one."""
-    return _current.get()
+current_stash = _current.get
+"""Returns the stash of the current checkpointed region, if there is one."""
 
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]

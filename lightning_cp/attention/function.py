@@ -89,7 +89,7 @@ class ContextParallelAttention(torch.autograd.Function):
                 stash.record(out_BLHD, lse)
         if stash is not None:  # a recomputation must save what the forward saved
             ctx.save_for_backward(q_BLHD, out_BLHD, lse, sinks_H, k_BLKD, v_BLKD)
-        ctx.mark_non_differentiable(*(x for x in (lse, peak) if x is not None))
+        ctx.mark_non_differentiable(*[x for x in (lse, peak) if x is not None])
         return out_BLHD, lse, peak
 
     @staticmethod
@@ -133,9 +133,10 @@ def attend(
     """
     stash = current_stash()
     out, lse, peak = _apply(q_BLHD, k_BLKD, v_BLKD, plan, stash)
+    if not (return_lse or plan.scores.max_logits):
+        return out
     wanted = ((lse, return_lse), (peak, plan.scores.max_logits))
-    more = [_values_to_tokens(x, plan, stash) for x, asked in wanted if asked]
-    return (out, *more) if more else out
+    return out, *[_values_to_tokens(x, plan, stash) for x, asked in wanted if asked]
 
 
 def attend_with_max_logits(

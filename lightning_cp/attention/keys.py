@@ -15,7 +15,7 @@ from itertools import groupby
 import torch
 
 from lightning_cp.kernels.merge import GradientSum
-from lightning_cp.layout.tiles import ALL_ROWS, Ranges, num_keys
+from lightning_cp.layout.tiles import ALL_ROWS, Ranges
 
 HeadIndex = tuple[int, ...] | None
 """K/V head of each query head, or ``None`` for plain grouping (``HeadBlock.kv_of_q``)."""
@@ -35,7 +35,7 @@ class Keys:
     key_dim: int
     """D of K."""
 
-    @property
+    @cached_property
     def k_and_v(self) -> tuple[torch.Tensor, ...]:
         """K and V [T, B, K/V heads, D]."""
         is_pair = len(self.tensors) == 1
@@ -53,15 +53,17 @@ class Keys:
     @cached_property
     def pair_shape(self) -> tuple[int, int, int, int]:
         """Shape of the pair."""
-        tokens, batch, heads, _ = self.tensors[0].shape
-        return tokens, batch, heads, sum([x.shape[3] for x in self.tensors])
+        tokens, batch, heads, features = self.tensors[0].shape
+        for value in self.tensors[1:]:
+            features += value.shape[3]
+        return tokens, batch, heads, features
 
     def message(self, ranges: Ranges) -> torch.Tensor:
         """Return the pair of some ranges (at least one), concatenated in contiguous memory."""
         if len(self.tensors) == 1:
             return take_ranges(self.tensors[0], ranges).contiguous()
-        made = self.tensors[0].new_empty(num_keys(ranges), *self.pair_shape[1:])
         sizes = [end - start for start, end in ranges]
+        made = self.tensors[0].new_empty(sum(sizes), *self.pair_shape[1:])
         for x, into in zip(self.tensors, split_pair(made, self.key_dim), strict=True):
             for (start, end), part in zip(ranges, into.split_with_sizes(sizes), strict=True):
                 part.copy_(x[start:end])
@@ -78,7 +80,8 @@ def take_ranges(kv_TBKD: torch.Tensor, ranges: Ranges) -> torch.Tensor:
 
 def kernel_keys(keys: Keys, index: HeadIndex) -> tuple[torch.Tensor, torch.Tensor]:
     """Return K and V [B, keys, heads, D]; expanded to query heads where those straddle groups."""
-    k, v = [x.transpose(0, 1) for x in keys.k_and_v]
+    k, v = keys.k_and_v
+    k, v = k.transpose(0, 1), v.transpose(0, 1)
     if index is None:
         return k, v
     # With views: an index on the device would make the host wait at every hop.
@@ -103,19 +106,15 @@ class _LazyPair:
 
     def __init__(self, keys: Keys, dtype: torch.dtype) -> None:
         self.shape, self.key_dim = keys.pair_shape, keys.key_dim
-        self._dtype, self._device = dtype, keys.tensors[0].device
+        self.dtype, self.device = dtype, keys.tensors[0].device
 
     @cached_property
     def pair(self) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self._dtype, device=self._device)
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def half(self, at: int) -> torch.Tensor:
         """Return the view [B, keys, K/V heads, D] for the gradient of K (0) or V (1)."""
         return split_pair(self.pair.transpose(0, 1), self.key_dim)[at]
-
-    def empty(self) -> torch.Tensor:
-        """Return the pair of no keys."""
-        return torch.empty((0, *self.shape[1:]), dtype=self._dtype, device=self._device)
 
 
 class KeyGradientSums:
@@ -137,13 +136,15 @@ class KeyGradientSums:
         leave: bool = False,
     ) -> None:
         self._new = new = _LazyPair(keys, dtype)
-        laters = [partial(new.half, at) for at in range(2)] if leave else [None, None]
-        places = (None, None) if into is None else split_pair(into.transpose(0, 1), keys.key_dim)
-        k, v = [
-            GradientSum(x.transpose(0, 1), dtype, into=place, empty=False, later=later)
-            for x, place, later in zip(keys.k_and_v, places, laters, strict=True)
-        ]
-        self.both = (k, v)
+        later_k, later_v = (partial(new.half, 0), partial(new.half, 1)) if leave else (None, None)
+        of_k, of_v = (
+            (None, None) if into is None else split_pair(into.transpose(0, 1), keys.key_dim)
+        )
+        k, v = keys.k_and_v
+        self.both = (
+            GradientSum(k.transpose(0, 1), dtype, into=of_k, empty=False, later=later_k),
+            GradientSum(v.transpose(0, 1), dtype, into=of_v, empty=False, later=later_v),
+        )
 
     @property
     def shape_of_key(self) -> tuple[int, ...]:
@@ -164,7 +165,9 @@ class KeyGradientSums:
 
     def empty(self) -> torch.Tensor:
         """Return the pair of no keys."""
-        return self._new.empty()
+        return torch.empty(
+            (0, *self._new.shape[1:]), dtype=self._new.dtype, device=self._new.device
+        )
 
 
 class KeyGradients:

@@ -56,8 +56,10 @@ class AttentionPlan:
     @property
     def own_sinks(self) -> torch.Tensor | None:
         """Sinks [h] of this rank's query heads, detached."""
+        if self.sinks is None:
+            return None
         first, last = self.heads.q_range(self.ulysses_rank)
-        return None if self.sinks is None else self.sinks.detach()[first:last]
+        return self.sinks.detach()[first:last]
 
     @property
     def ulysses_rank(self) -> int:
@@ -73,6 +75,12 @@ class AttentionPlan:
     def gathered(self) -> GatheredSchedule:
         """Work of this ring rank once it has gathered all keys."""
         return gathered_schedule(self.schedule, self.mesh.ring_rank)
+
+    @cached_property
+    def block(self) -> HeadBlock:
+        """This rank's heads in one block."""
+        (block,) = self.blocks()
+        return block
 
     def blocks(self, kv_heads: int | None = None) -> tuple[HeadBlock, ...]:
         """Return this rank's heads in blocks of at most ``kv_heads`` K/V heads; one block for ``None``."""
@@ -162,23 +170,24 @@ def check_call(
         ShapeError: q, k and v do not fit each other or the layout, or slopes or sinks do not fit q.
         ConfigError: an argument of another type, or a layout of another mesh.
     """
-    _check_type("layout", layout, SequenceLayout)
-    _check_type("spec", spec, AttentionSpec)
-    for name, x in (("q_BLHD", q_BLHD), ("k_BLKD", k_BLKD), ("v_BLKD", v_BLKD)):
-        _check_type(name, x, torch.Tensor)
+    _check_types(layout=(layout, SequenceLayout), spec=(spec, AttentionSpec))
+    _check_types(
+        q_BLHD=(q_BLHD, torch.Tensor), k_BLKD=(k_BLKD, torch.Tensor), v_BLKD=(v_BLKD, torch.Tensor)
+    )
     check_inputs(q_BLHD, k_BLKD, v_BLKD, layout)
     spec.check_slopes(q_BLHD)
     check_sinks(spec.sinks, q_BLHD)
     mesh.check_layout(layout)
 
 
-def _check_type(name: str, value: object, wanted: type) -> None:
-    if not isinstance(value, wanted):
-        raise ConfigError(
-            f"{name} must be a {wanted.__module__.partition('.')[0]} {wanted.__name__}, got "
-            f"{type(value).__name__}. "
-            "Pass such an object, or leave the argument out where it has a default."
-        )
+def _check_types(**arguments: tuple[object, type]) -> None:
+    for name, (value, wanted) in arguments.items():
+        if not isinstance(value, wanted):
+            raise ConfigError(
+                f"{name} must be a {wanted.__module__.partition('.')[0]} {wanted.__name__}, got "
+                f"{type(value).__name__}. "
+                "Pass such an object, or leave the argument out where it has a default."
+            )
 
 
 def check_mesh(mesh: object) -> None:
@@ -187,7 +196,7 @@ def check_mesh(mesh: object) -> None:
     Raises:
         ConfigError: not a ``ContextParallelMesh``.
     """
-    _check_type("mesh", mesh, ContextParallelMesh)
+    _check_types(mesh=(mesh, ContextParallelMesh))
 
 
 def check_inputs(
@@ -220,7 +229,8 @@ def _shape_problem(
         return "q, k and v must be [batch, local tokens, heads, head dim]"
     if 0 in (q_BLHD.shape[3], k_BLKD.shape[3], v_BLKD.shape[3]):
         return "the head dim must be at least 1"
-    if len({(x.dtype, x.device) for x in (q_BLHD, k_BLKD, v_BLKD)}) > 1:
+    same_type = q_BLHD.dtype == k_BLKD.dtype == v_BLKD.dtype
+    if not same_type or not q_BLHD.device == k_BLKD.device == v_BLKD.device:
         return "q, k and v must have one dtype and one device"
     if k_BLKD.shape[:3] != v_BLKD.shape[:3] or q_BLHD.shape[0] != k_BLKD.shape[0]:
         return "k and v must have equal shapes but for their head dims, and the batch size of q"

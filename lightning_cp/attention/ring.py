@@ -21,7 +21,7 @@ from lightning_cp.comm.ring import Transfer, start_transfer
 from lightning_cp.kernels.merge import Accumulator, GradientSum, GradientSums
 from lightning_cp.kernels.protocol import QKV, Merged, accumulate_dtype
 from lightning_cp.layout.axes import Axis
-from lightning_cp.layout.tiles import Hop, Tile, num_keys
+from lightning_cp.layout.tiles import Hop, Tile
 from lightning_cp.utils.tracing import profile_range
 
 
@@ -50,8 +50,7 @@ def _attend(
 ) -> None:
     """Merge one hop's share; references to the hop's keys end with this call."""
     if tiles:
-        (heads,) = plan.blocks()
-        k, v = kernel_keys(keys, heads.kv_of_q)
+        k, v = kernel_keys(keys, plan.block.kv_of_q)
         with profile_range("hop {} compute", hop.index):
             plan.kernel.forward(QKV(q_BLHD, k, v), tiles, plan.scores, state)
 
@@ -95,10 +94,9 @@ def _differentiate(
 ) -> KeyGradientSums:
     """Add one hop's share to ``dq``, and return the gradients of its keys."""
     keys, tiles = arrived
-    (heads,) = plan.blocks()
     if not tiles:
         return KeyGradientSums(keys, dq.dtype, leave=hop.index > 0)
-    gradients = KeyGradients(keys, heads.kv_of_q, dq.dtype, leave=hop.index > 0)
+    gradients = KeyGradients(keys, plan.block.kv_of_q, dq.dtype, leave=hop.index > 0)
     with gradients as (k, v, dk, dv), profile_range("hop {} compute", hop.index):
         sums = GradientSums(dq, dk, dv)
         plan.kernel.backward(merged, QKV(q_BLHD, k, v), tiles, plan.scores, sums)
@@ -127,7 +125,7 @@ class _KeyExchange:
         return keys, hop.packed_tiles
 
     def _post(self, hop: Hop) -> Transfer:
-        shape = (num_keys(hop.recv), *self._own.pair_shape[1:]) if hop.recv else None
+        shape = (hop.num_received, *self._own.pair_shape[1:]) if hop.recv else None
         group = self._plan.mesh.group(Axis.RING)
         with profile_range("copies"):
             sent = self._own.message(hop.send) if hop.send else None
@@ -147,7 +145,7 @@ class _GradientExchange:
     def send(self, hop: Hop, gradients: KeyGradientSums) -> None:
         """Send the gradients of hop's keys to their owner; add those received for the previous hop."""
         self.finish()
-        shape = (num_keys(hop.send), *gradients.shape_of_key) if hop.send else None
+        shape = (hop.num_sent, *gradients.shape_of_key) if hop.send else None
         with profile_range("copies"):
             sent = gradients.message() if hop.recv else None
         to = (shape, hop.dest, self._like, self._plan.mesh.group(Axis.RING))

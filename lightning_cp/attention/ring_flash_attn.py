@@ -22,8 +22,7 @@ def ring_flash_attn_forward(
 ) -> AttentionResult:
     """Compute attention of this rank's queries [T, B, h, D] over the whole sequence."""
     assert plan.delegate is not None
-    (heads,) = plan.blocks()
-    k, v = kernel_keys(keys, heads.kv_of_q)
+    k, v = kernel_keys(keys, plan.block.kv_of_q)
     out_BTHD, lse_BHT = plan.delegate.forward(
         plan.mesh.group(Axis.RING),
         q_TBHD.transpose(0, 1),
@@ -49,8 +48,7 @@ def ring_flash_attn_backward(
         ``dq`` [T, B, h, D], ``dk`` and ``dv`` [T, B, k, D].
     """
     assert plan.delegate is not None
-    (heads,) = plan.blocks()
-    gradients = KeyGradients(keys, heads.kv_of_q, accumulate_dtype(q_TBHD.dtype))
+    gradients = KeyGradients(keys, plan.block.kv_of_q, accumulate_dtype(q_TBHD.dtype))
     with gradients as (k, v, dk, dv):
         dq_BTHD, own_dk, own_dv = plan.delegate.backward(
             plan.mesh.group(Axis.RING),

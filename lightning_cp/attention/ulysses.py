@@ -51,6 +51,8 @@ def make_loadable(x_BLHD: torch.Tensor) -> torch.Tensor:
     multiples of 16 bytes, the size of a vectorised load.
     """
     row, strides = x_BLHD.shape[-1] * x_BLHD.itemsize, x_BLHD.stride()
+    if not x_BLHD.is_cuda and 0 not in strides:
+        return x_BLHD
     steps = [n for n, size in zip(strides[:-1], x_BLHD.shape, strict=False) if size > 1]
     copied = 0 in (*steps, strides[-1])
     if x_BLHD.is_cuda and row % LOAD_BYTES == 0:
@@ -87,6 +89,7 @@ class GradientsToTokens:
     ) -> None:
         self._dtype = dtype
         self._pending: list[Pending] = []
+        self._local: list[torch.Tensor] = []
         if plan.heads.ulysses_size == 1:
             self._local = [gradients.pop(0).transpose(0, 1).to(dtype) for _ in range(3)]
             return
@@ -103,6 +106,8 @@ class GradientsToTokens:
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return dq, dk and dv in the dtype of the inputs."""
-        results = [x for pending in self._pending for x in pending.wait()] or self._local
+        results = self._local
+        for pending in self._pending:
+            results += pending.wait()
         dq, dk, dv = [x.to(self._dtype) for x in results]
         return dq, dk, dv

@@ -4,7 +4,7 @@ from lightning_cp.batch.documents import documents_of
 from lightning_cp.batch.output import unshard_output
 from lightning_cp.batch.read import WholeBatch, read_batch
 from lightning_cp.batch.rules import KNOWN_DIMS, BatchRules
-from lightning_cp.batch.shard import (
+from lightning_cp.batch.sharder import (
     CountedBatch,
     ShardedBatch,
     add_positions_and_targets,

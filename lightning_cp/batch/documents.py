@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_cp.batch.declarations import (
+from lightning_cp.batch.read import (
     MASK,
     SEGMENTS,
+    WholeBatch,
     has_boundaries,
     last_part,
 )
-from lightning_cp.batch.read import WholeBatch
-from lightning_cp.batch.rules import BatchRules
-from lightning_cp.batch.tracked_batch import POSITIONS
+from lightning_cp.batch.rules import POSITIONS, BatchRules
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import Documents
 from lightning_cp.layout.documents import text_positions
@@ -57,6 +56,8 @@ class DeclaredDocuments:
             ConfigError: declarations that contradict each other.
             ShapeError: one that does not describe this batch.
         """
+        if not self.found:
+            return None
         said: dict[str, Documents] = {}
         for name, x in self.found.items():
             if has_boundaries(name):

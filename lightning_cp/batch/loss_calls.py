@@ -75,7 +75,7 @@ class LossCalls:
             targets: of this rank, the weight of the value.
         """
         value, own = value.detach(), _number(targets, value.device)
-        known = ratio = other = loss = _number(torch.nan, value.device)
+        known = ratio = other = loss = rows = apart = _number(torch.nan, value.device)
         for mean, count in self._means:
             count = count.to(value.device)
             found = _close(value, mean) & (known != own)
@@ -85,17 +85,17 @@ class LossCalls:
         for total in (self._last_sum, self._sums):
             if total is not None:
                 known = torch.where(_close(value, total / own.to(total)), own, known)
-        sums, rows, apart = self._sums, torch.nan, torch.nan
+        sums = self._sums
         if self._of_tokens is not None:
             total, mean, *of_rows = _means(*self._of_tokens, value.device)
             labels = _number(self._of_tokens[1].sum(), value.device)
             known = torch.where(_close(value, mean), labels, known)
             sums = total if sums is None else sums
-            rows, apart = _ratio_to_rows(value, mean, of_rows)
+            rows, differs = _ratio_to_rows(value, mean, of_rows)
+            apart = differs.double()
         if sums is not None and not _is_narrow(value) and not _is_narrow(sums):
             ratio = value.double() / sums.to(value.device).double()
-        numbers = (known, ratio, other, loss, own, rows, apart)
-        return torch.stack([_number(x, value.device) for x in numbers])
+        return torch.stack([known, ratio, other, loss, own, rows, apart])
 
 
 def find_mismatches(evidence: torch.Tensor) -> torch.Tensor:
@@ -108,8 +108,9 @@ def find_mismatches(evidence: torch.Tensor) -> torch.Tensor:
     held = targets > 0
     is_mean = held.any() & (known.isfinite() | ~held).all()
     of_mean = is_mean & _misfit(known, targets, held)
-    of_rows = ~is_mean & _is_same(rows, held) & (apart > 0).any() & (held.sum() > 1)
-    (_, high), same = _range(ratio, held), _is_same(ratio, held)
+    of_rows = ~is_mean & _is_same(*_range(rows, held)) & (apart > 0).any() & (held.sum() > 1)
+    low, high = _range(ratio, held)
+    same = _is_same(low, high)
     fewest, most = _range(targets, held)
     tells = (most - fewest > 1e-3 * most) | ((high - 1).abs() < 1e-5)  # not c / targets
     of_sum = ~is_mean & ~of_rows & same & tells & (held.sum() > 1)
@@ -204,9 +205,8 @@ def _misfit(counts: torch.Tensor, targets: torch.Tensor, held: torch.Tensor) -> 
     return ((shares - wanted).abs() > 1e-5 * wanted).any()
 
 
-def _is_same(ratio: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-    """True if the ratio is equal on all ranks with targets, up to rounding."""
-    low, high = _range(ratio, held)
+def _is_same(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """True if a ratio between these is equal on all ranks with targets, up to rounding."""
     return ((high - low).abs() <= 1e-5 * high.abs()) & (high != 0) & high.isfinite()
 
 

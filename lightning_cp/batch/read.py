@@ -3,30 +3,97 @@
 Rules, in order: a declared key has the declared dimension (``None``: it is replicated); keys that Hugging
 Face models use are known; any other tensor with a dimension as long as the sequence is refused, because a
 guess would be silently wrong; the rest is replicated.
+
+Documents are declared by ``cu_seqlens`` (and flash-attention's names of it) and ``segment_ids`` (or
+``seq_idx``), padding by ``attention_mask``, positions by ``position_ids``. These count at any depth of a
+batch; a nested tensor of another sequence is ignored if ``sequence_dims`` declares it ``None``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from lightning_cp.batch.declarations import (
-    EXPRESSIBLE,
-    MASK,
-    SEGMENTS,
-    check_forms,
-    last_part,
-)
-from lightning_cp.batch.rules import KNOWN_DIMS, BatchRules
-from lightning_cp.batch.tracked_batch import POSITIONS
-from lightning_cp.batch.undeclared import check_any_known, check_declared
-from lightning_cp.errors import ConfigError, ShapeError
-from lightning_cp.utils.containers import is_container, tensors_of
+from lightning_cp.batch.rules import KNOWN_DIMS, POSITIONS, BatchRules
+from lightning_cp.errors import ConfigError, ShapeError, UndeclaredError
+from lightning_cp.utils.containers import is_container, nodes_of, tensors_of
 from lightning_cp.utils.labels import shift
+
+MASK = "attention_mask"
+SEGMENTS = ("segment_ids", "seq_idx")
+_BOUNDARIES = ("cu_seqlens", "cu_seq_lens")
+"""Prefixes of the names: flash-attention's end in ``_q``, ``_k`` or ``_kv``."""
+
+EXPRESSIBLE = (
+    "What can be expressed: a 2-D padding mask, packed documents (restarting position_ids, cu_seqlens or "
+    "segment_ids), causality and sliding windows."
+)
+
+
+def last_part(name: str) -> str:
+    """Return the last part of a dotted name."""
+    return name.rpartition(".")[2]
+
+
+def has_boundaries(name: str) -> bool:
+    """True if a tensor of this dotted name holds the boundaries of documents."""
+    return name.rpartition(".")[2].startswith(_BOUNDARIES)
+
+
+def check_forms(nodes: Iterable[tuple[str, Any]], rules: BatchRules) -> None:
+    """Check that values under known names are ordinary (strided) tensors.
+
+    Args:
+        nodes: everything inside a batch, as from ``nodes_of``.
+        rules: for reading it.
+
+    Raises:
+        ConfigError: naming the value and its kind.
+    """
+    for name, value in nodes:
+        if value is None or rules.sequence_dims.get(name, 0) is None:
+            continue
+        if isinstance(value, torch.Tensor):
+            if value.is_nested or value.layout is not torch.strided:
+                _check_unknown(name, value, rules)
+        elif last_part(name) == MASK and rules.reads_masks:
+            raise ConfigError(f"{name!r} is {_kind(value)}, which cannot be sharded. {EXPRESSIBLE}")
+        elif has_boundaries(name) or (
+            last_part(name) in (POSITIONS, *SEGMENTS) and not any(tensors_of(value))
+        ):
+            raise ConfigError(
+                f"{name!r} must be one tensor, got {_kind(value)}. Make a tensor of it in the dataset or the "
+                "collate function; rows of cu_seqlens with fewer documents repeat their last entry."
+            )
+
+
+def _check_unknown(name: str, x: torch.Tensor, rules: BatchRules) -> None:
+    """Refuse a tensor that is not strided under a known name."""
+    if last_part(name) in KNOWN_DIMS or name in rules.sequence_dims or has_boundaries(name):
+        raise ConfigError(
+            f"{name!r} is {_kind(x)}, which cannot be sharded. Give an ordinary (strided) tensor: rows "
+            "padded to one length, or packed into one row."
+        )
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        layout = str(value.layout).removeprefix("torch.")
+        return "a nested tensor" if value.is_nested else f"a tensor of layout {layout}"
+    inside = ", ".join(sorted({_of_type(item) for _, item in nodes_of(value)[1:]}))
+    return f"a {type(value).__name__}{f' of {inside}' if inside else ''}"
+
+
+def _of_type(item: Any) -> str:
+    if isinstance(item, torch.Tensor):
+        ordinary = not item.is_nested and item.layout is torch.strided
+        return f"tensors {tuple(item.shape)}" if ordinary else "tensors"
+    return type(item).__name__
 
 
 @dataclass(frozen=True)
@@ -34,6 +101,8 @@ class WholeBatch:
     """Content of a batch before it is sharded."""
 
     batch: Any
+    tensors: dict[str, torch.Tensor]
+    """Tensors of the batch by dotted name."""
     dims: dict[str, int]
     """Sequence dimension of every tensor that is sharded."""
     seq_len: int
@@ -41,11 +110,6 @@ class WholeBatch:
     aligned_labels: torch.Tensor | None
     label_dim: int = 1
     """Sequence dimension of the labels."""
-
-    @cached_property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Tensors of the batch by dotted name."""
-        return dict(tensors_of(self.batch))
 
     @cached_property
     def position_name(self) -> str | None:
@@ -78,8 +142,9 @@ def read_batch(batch: Any, rules: BatchRules, *, needs_labels: bool) -> WholeBat
             "tuples, lists, named tuples and dataclasses; or override "
             "ContextParallelCallback.shard_batch."
         )
-    check_forms(batch, rules)
-    tensors = dict(tensors_of(batch))
+    nodes = nodes_of(batch)
+    check_forms(nodes, rules)
+    tensors = {name: x for name, x in nodes if isinstance(x, torch.Tensor)}
     dims = _sequence_dims(tensors, rules)
     check_any_known(tensors, dims, rules, needs_labels=needs_labels)
     lengths = {name: tensors[name].size(dim) for name, dim in dims.items()}
@@ -91,7 +156,8 @@ def read_batch(batch: Any, rules: BatchRules, *, needs_labels: bool) -> WholeBat
     seq_len, rows = next(iter(lengths.values())), _rows(tensors, dims)
     check_declared(tensors, dims, rules, seq_len=seq_len, rows=rows, needs_labels=needs_labels)
     aligned = _aligned_labels(tensors, dims, rules)
-    return WholeBatch(batch, dims, seq_len, rows, aligned, dims.get(rules.label_key, 1))
+    label_dim = dims.get(rules.label_key, 1)
+    return WholeBatch(batch, tensors, dims, seq_len, rows, aligned, label_dim)
 
 
 def _rows(tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int]) -> int:
@@ -209,4 +275,143 @@ def labels_per_row(tensors: Mapping[str, torch.Tensor], label_key: str) -> str |
         "context_parallel_size=1 and data_parallel_size=<number of ranks>, which shares no sample. Or give "
         "the labels of rows another name, and compute the loss from self.unshard(output); a batch then "
         f"needs a {label_key!r} of any number but -100 for each token."
+    )
+
+
+Tensors = Mapping[str, torch.Tensor]
+
+Questions = tuple[list[str], dict[str, object]]
+"""Questions about missing declarations, and the arguments that may answer them."""
+
+
+def check_any_known(
+    tensors: Tensors, dims: Mapping[str, int], rules: BatchRules, *, needs_labels: bool
+) -> None:
+    """Check that some tensor of the batch is known to run along the sequence.
+
+    Raises:
+        UndeclaredError: none is; suggests dimensions.
+    """
+    if dims:
+        return
+    seen = _likely_dims(tensors)
+    question = (
+        "no tensor of the batch is known to run along the sequence; it has "
+        f"{sorted(tensors) or 'no tensors'}. {_what_to_declare(tensors)}"
+    )
+    arguments: dict[str, object] = {"sequence_dims": seen} if seen else {}
+    asked: Questions = _ask_for_labels(tensors, seen, rules) if needs_labels else ([], {})
+    raise UndeclaredError([question, *asked[0]], arguments | asked[1])
+
+
+def check_declared(
+    tensors: Tensors,
+    dims: Mapping[str, int],
+    rules: BatchRules,
+    *,
+    seq_len: int,
+    rows: int,
+    needs_labels: bool,
+) -> None:
+    """Check that all tensors which may run along the sequence are declared, and that labels exist.
+
+    Raises:
+        UndeclaredError: with all missing declarations.
+    """
+    questions: list[str] = []
+    asked: dict[str, int | None] = {}
+    for name, x in tensors.items():
+        if name in dims or name in rules.sequence_dims or has_boundaries(name):
+            continue
+        if seq_len in x.shape:
+            asked[name] = list(x.shape).index(seq_len)
+            questions.append(
+                f"{name!r} of shape {tuple(x.shape)} has a dimension as long as the sequence "
+                f"({seq_len}), but it is not declared. Say "
+                f"sequence_dims={{{name!r}: {asked[name]}}} to shard it, or "
+                f"sequence_dims={{{name!r}: None}} to give every rank all of it."
+            )
+        elif (near := _near_dim(x, seq_len, rows)) is not None:
+            asked[name] = None
+            fit = "pad" if x.shape[near] < seq_len else "cut"
+            questions.append(
+                f"{name!r} of shape {tuple(x.shape)} has a dimension nearly as long as the sequence "
+                f"({seq_len}), but it is not declared. If it has a value for each token, {fit} it to "
+                f"{seq_len} and say sequence_dims={{{name!r}: {near}}}; if not, "
+                f"sequence_dims={{{name!r}: None}} gives every rank all of it."
+            )
+    arguments: dict[str, object] = {"sequence_dims": asked} if asked else {}
+    of_labels: Questions = ([], {})
+    if needs_labels:
+        of_labels = _ask_for_labels(tensors, {**dims, **asked}, rules)
+    questions += of_labels[0]
+    if questions:
+        raise UndeclaredError(questions, arguments | of_labels[1])
+
+
+def _ask_for_labels(
+    tensors: Tensors, dims: Mapping[str, int | None], rules: BatchRules
+) -> Questions:
+    """Return the question about missing labels, and the tensor that they may be."""
+    if rules.label_key in tensors:
+        return [], {}
+    question = (
+        "training needs the labels of the batch to weight the loss of each rank, but there is no key "
+        f"{rules.label_key!r} among {sorted(tensors)}. Add it, or name it: label_key='<name>' "
+        "('1' for the second of a tuple). A loss of whole sequences (a reward, a pair of answers) needs a "
+        "value for each token as well, any number but -100; compute it from self.unshard(output)."
+    )
+    likely = _likely_labels(tensors, dims)
+    return [question], {} if likely is None else {"label_key": likely}
+
+
+def _near_dim(x: torch.Tensor, seq_len: int, rows: int) -> int | None:
+    """Return the dimension that is one shorter or longer than the sequence (shifted in the dataset)."""
+    for dim, size in enumerate(x.shape):
+        if abs(size - seq_len) == 1 and (dim, size) != (0, rows):
+            return dim
+    return None
+
+
+def _likely_dims(tensors: Tensors) -> dict[str, int | None]:
+    """Return dimension 1 (or 0) of the tensors that share the most common length there."""
+    at = {name: min(1, x.dim() - 1) for name, x in tensors.items() if x.dim()}
+    several = {name: dim for name, dim in at.items() if tensors[name].dim() > 1} or at
+    lengths = Counter(tensors[name].size(dim) for name, dim in several.items())
+    if not lengths:
+        return {}
+    most = max(lengths, key=lambda length: (lengths[length], length))
+    return {name: dim for name, dim in several.items() if tensors[name].size(dim) == most}
+
+
+def _likely_labels(tensors: Tensors, dims: Mapping[str, int | None]) -> str | None:
+    """Return the integers along the sequence that are named like labels, or the last of several unnamed."""
+    whole = [
+        name
+        for name, dim in dims.items()
+        if dim is not None and not tensors[name].is_floating_point()
+    ]
+    for name in whole:
+        if any(word in last_part(name).lower() for word in ("label", "target")):
+            return name
+    unnamed = [name for name in whole if last_part(name).isdigit()]
+    return unnamed[-1] if len(unnamed) > 1 else None
+
+
+def _what_to_declare(names: Iterable[str]) -> str:
+    """Return the advice on declarations; nested names are never known: a mask may belong to any input."""
+    nested = {name: KNOWN_DIMS.get(last_part(name)) for name in names if "." in name}
+    known = {name: dim for name, dim in nested.items() if dim is not None}
+    labels = [name for name in known if name.endswith(".labels")]
+    if len(labels) > 1:
+        return (
+            f"It has several labels, {', '.join(map(repr, labels))}, but a step has one loss. Batches of "
+            "several loaders can be joined to one: concatenate their rows in on_after_batch_transfer."
+        )
+    if known:
+        key = f" and label_key={labels[0]!r}" if labels else ""
+        return f"Declare what is nested: sequence_dims={known}{key}."
+    return (
+        "Declare them: sequence_dims={'<name>': <dim>}, with names like '0' for tuples and 'a.b' for nested "
+        "ones."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from lightning_cp.attention.plan import AttentionPlan
 from lightning_cp.attention.spec import AttentionSpec
@@ -107,6 +108,9 @@ class StepState:
     """After ``left``, no call had a tensor of the batch: the step is suspended."""
     calls: int = 0
     """Number of intercepted attention calls."""
+    begun_calls: dict[nn.Module, list[int]] = field(default_factory=dict[nn.Module, list[int]])
+    """Value of ``calls`` at each call of a module with attention that has not returned: recomputation may
+    call a module within another call of it."""
     need_gradients: list[bool] = field(default_factory=list[bool])
     """One flag per attention call: its output requires a gradient."""
     compared: int = -1

@@ -268,10 +268,10 @@ def all_equal_sum(
         device_type: as for ``all_equal``.
     """
     size, rank = group.size(), dist.get_group_rank(group, dist.get_rank())
-    ballot = _ballot(fact, rank, size)
+    ballot = stable_hash(fact) * (1 if rank else 1 - size)
     if of is not None:
         part, members = of
-        ballot += _ballot((part, own), rank % members, members)
+        ballot += stable_hash((part, own)) * (1 if rank % members else 1 - members)
     if dissents:
         ballot += stable_hash(("dissents", rank))
     ballot = (ballot + 2**63) % 2**64 - 2**63  # wrapped to the range of int64
@@ -285,11 +285,6 @@ def all_equal_sum(
             work.wait(limit)
     ballots, total = numbers.tolist()
     return None if ballots else total
-
-
-def _ballot(value: object, rank: int, size: int) -> int:
-    """Make a number whose sum over ranks is 0 (modulo 2**64) if all values are equal, else almost never."""
-    return stable_hash(value) * (1 if rank else 1 - size)
 
 
 # Facts that ranks compare by a vote, and gather if they differ. The group's backend moves CPU tensors.

@@ -8,6 +8,7 @@ receiver's data.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,22 +16,20 @@ import torch.distributed as dist
 from lightning_cp.utils.tracing import profile_range
 
 
+@dataclass
 class Transfer:
     """A hop's send and receive in flight."""
 
-    def __init__(
-        self, received: torch.Tensor | None, sent: torch.Tensor | None, works: list[dist.Work]
-    ) -> None:
-        self._received = received
-        self._sent = sent
-        self._works = works
+    received: torch.Tensor | None
+    sent: torch.Tensor | None
+    works: list[dist.Work]
 
     def wait(self) -> torch.Tensor | None:
         """Block until both directions are done and return the received tensor, if there is one."""
-        for work in self._works:
+        for work in self.works:
             work.wait()
-        self._works, self._sent = [], None
-        return self._received
+        self.works, self.sent = [], None
+        return self.received
 
 
 def start_transfer(

@@ -100,11 +100,15 @@ class FiniteGuard:
             bad = ~loss.detach().isfinite().all()
             self._bad_loss = bad if self._bad_loss is None else self._bad_loss | bad
 
+    def has_tested(self, optimizer: Optimizer) -> bool:
+        """Return True if the gradients of the last backward were tested for this optimizer."""
+        return id(optimizer) in self._voted
+
     def before_step(self, step: Step, group: dist.ProcessGroup | None, scaler: object) -> None:
         """Test gradients of final size before they are clipped and used. Collective.
 
         Args:
-            step: the next step; tested once after each backward.
+            step: the next step.
             group: all ranks, with a backend that moves CPU tensors; ``None`` for a single one.
             scaler: the precision's ``GradScaler``, which handles infinite gradients itself.
 
@@ -114,8 +118,6 @@ class FiniteGuard:
                 a loss counted other targets than those of its weight; if ranks that share a sample multiply
                 it by different numbers; or for a finding of ``look``.
         """
-        if id(step.optimizer) in self._voted:
-            return
         self._voted.add(id(step.optimizer))
         looks = self._looks and scaler is None
         bad_loss, self._bad_loss = self._bad_loss, None

@@ -259,19 +259,16 @@ class DDPEngine:
         Raises:
             ConfigError: parameters that it waits for got no gradient, so others were not averaged either.
         """
-        for wrapped in self._syncing():
-            shares = dist.get_world_size(wrapped.process_group) > 1
+        for wrapped in self._wrappers():
+            syncs = wrapped.require_backward_grad_sync
+            shares = syncs and dist.get_world_size(wrapped.process_group) > 1
             said = _missing_message(wrapped) if shares else None
             if said is not None:
                 raise ConfigError(self._without_gradient(wrapped.module, said))
 
-    def _syncing(self) -> list[DistributedDataParallel]:
-        """The wrappers whose gradients are averaged in the next backward, or were in the last."""
-        return [wrapped for wrapped in self._wrappers() if wrapped.require_backward_grad_sync]
-
     def _wrappers(self) -> list[DistributedDataParallel]:
-        alive = (known() for known in self._wrapped.values())
-        return [wrapped for wrapped in alive if wrapped is not None]
+        alive = self._wrapped.values()
+        return [wrapped for known in alive if (wrapped := known()) is not None]
 
     def _without_gradient(self, module: nn.Module, said: str) -> str:
         """The names of the parameters that DistributedDataParallel numbers in its message."""

@@ -81,14 +81,14 @@ class Accumulator:
             lse_BHL: its log-sum-exp, -inf for a query without keys.
             max_BHL: the largest score of each query, -inf without keys; if ``Scores.max_logits``.
         """
-        rows, queries = batch_rows(row), slice(q_start, q_start + out_BLHD.shape[1])
+        queries = slice(q_start, q_start + out_BLHD.shape[1])
         if max_BHL is not None:
-            peak = self.max_logits[rows, :, queries]
+            peak = self.max_logits[batch_rows(row), :, queries]
             torch.maximum(peak, max_BHL.to(peak.dtype), out=peak)
         if self._out is None and out_BLHD.shape == self._shape:
             self._out, self._lse = out_BLHD, lse_BHL.to(self.dtype)
             return
-        out, lse = self._buffers()
+        rows, (out, lse) = batch_rows(row), self._buffers()
         with profile_range("merge"):
             merge(out[rows, queries], lse[rows, :, queries], out_BLHD, lse_BHL)
 

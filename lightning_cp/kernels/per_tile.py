@@ -48,8 +48,8 @@ class PerTileKernel(ABC):
 
         A query without keys has lse +inf there, which gives it the weights exp(s - inf) = 0.
         """
-        inputs = QKV(*with_unit_strides(*inputs))
-        dout, out = with_unit_strides(merged.dout, merged.out)
+        dout, out, *qkv = with_unit_strides(merged.dout, merged.out, *inputs)
+        inputs = QKV(*qkv)
         merged = Merged(dout, out, replace_infinities(merged.lse, torch.inf))
         for tile in self.calls(tiles, scores.mask):
             queries, slices = _queries(tile, merged), _slices(tile, inputs)
@@ -78,13 +78,18 @@ def is_causal(tile: Tile) -> bool:
     return tile.mask == "causal"
 
 
-def split_causal(tile: Tile) -> tuple[Tile, ...]:
-    """Split a tile into parts whose diagonal is at the top left: a full part and a square causal one."""
-    if tile.mask != "causal" or not tile.delta:
-        return (tile,)
-    ahead = tile.delta
-    full = tile._replace(k_len=ahead, mask="full")
-    return (full, tile._replace(k_start=tile.k_start + ahead, k_len=tile.q_len, delta=0))
+def split_causal(tiles: Iterable[Tile]) -> list[Tile]:
+    """Split tiles that are not empty: the diagonal of a causal part begins at its top left."""
+    parts: list[Tile] = []
+    for tile in tiles:
+        if not (tile.q_len and tile.k_len):
+            continue
+        ahead = tile.delta if tile.mask == "causal" else 0
+        if ahead:
+            parts.append(tile._replace(k_len=ahead, mask="full"))
+            tile = tile._replace(k_start=tile.k_start + ahead, k_len=tile.q_len, delta=0)
+        parts.append(tile)
+    return parts
 
 
 def replace_infinities(lse_BHL: torch.Tensor, value: float) -> torch.Tensor:
@@ -93,15 +98,15 @@ def replace_infinities(lse_BHL: torch.Tensor, value: float) -> torch.Tensor:
 
 
 def pad_to_widest(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Pad tensors with zeros to the widest head dim.
+    """Pad tensors, of which k and V are the last, with zeros to the widest head dim.
 
     Zeros in q and k add nothing to a score; zeros in V, out and dout add zero entries, which ``trim_width``
     removes.
     """
-    widths = [x.shape[-1] for x in tensors]
-    widest = max(widths)
-    if min(widths) == widest:
+    key_dim, value_dim = tensors[-2].shape[-1], tensors[-1].shape[-1]
+    if key_dim == value_dim:
         return tensors
+    widest = max(key_dim, value_dim)
     return tuple([torch.nn.functional.pad(x, (0, widest - x.shape[-1])) for x in tensors])
 
 
@@ -112,13 +117,18 @@ def trim_width(x: torch.Tensor, width: int) -> torch.Tensor:
 
 def trim_gradients(parts: Gradients, inputs: QKV) -> Gradients:
     """Trim gradients to the head dims of the inputs."""
+    if inputs.k.shape[-1] == inputs.v.shape[-1]:
+        return parts
     dq, dk, dv = [trim_width(part, x.shape[-1]) for part, x in zip(parts, inputs, strict=True)]
     return dq, dk, dv
 
 
 def with_unit_strides(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Make the last stride 1, which some operators assume; they support any other strides."""
-    return tuple([x if x.stride(-1) == 1 else x.contiguous() for x in tensors])
+    for x in tensors:
+        if x.stride(-1) != 1:
+            return tuple([x if x.stride(-1) == 1 else x.contiguous() for x in tensors])
+    return tensors
 
 
 def _add_gradients(tile: Tile, parts: Gradients, gradients: GradientSums) -> None:
@@ -130,18 +140,18 @@ def _add_gradients(tile: Tile, parts: Gradients, gradients: GradientSums) -> Non
 
 def _slices(tile: Tile, tensors: QKV) -> QKV:
     """Return the tile's queries, keys and values."""
-    q, k, v = _rows(tile, *tensors)
+    q, k, v = tensors if tile.row == ALL_ROWS else _rows(tile, *tensors)
     keys = (1, tile.k_start, tile.k_len)
     return QKV(q.narrow(1, tile.q_start, tile.q_len), k.narrow(*keys), v.narrow(*keys))
 
 
 def _queries(tile: Tile, merged: Merged) -> Merged:
     """Return the merged results of the tile's queries."""
-    dout, out, lse = _rows(tile, *merged)
+    dout, out, lse = merged if tile.row == ALL_ROWS else _rows(tile, *merged)
     queries = (tile.q_start, tile.q_len)
     return Merged(dout.narrow(1, *queries), out.narrow(1, *queries), lse.narrow(2, *queries))
 
 
 def _rows(tile: Tile, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return the tile's rows of the batch."""
-    return tensors if tile.row == ALL_ROWS else [x.narrow(0, tile.row, 1) for x in tensors]
+    return [x.narrow(0, tile.row, 1) for x in tensors]

@@ -68,7 +68,8 @@ class HeadSplit:
 
     def q_range(self, rank: int) -> tuple[int, int]:
         """First and past-last query head of a rank."""
-        return rank * self.local_heads, (rank + 1) * self.local_heads
+        size = self.local_heads
+        return rank * size, (rank + 1) * size
 
     def kv_range(self, rank: int) -> tuple[int, int]:
         """First and past-last K/V head that a rank receives."""

@@ -43,9 +43,10 @@ class Mask:
     def __post_init__(self) -> None:
         # Configs give lists, which have no hash and equal no tuple.
         given = cast("Iterable[object] | int | None", self.window)
-        sides = given if isinstance(given, Iterable) else ()
-        window = tuple(side if isinstance(side, bool) else _integer(side) for side in sides)
-        if len(window) != 2 or any(type(side) is not int or side < -1 for side in window):
+        window = tuple(given) if isinstance(given, Iterable) else ()
+        if not {*map(type, window)} <= {int, bool}:
+            window = tuple(map(_integer, window))
+        if [*map(type, window)] != [int, int] or min(cast("tuple[int, int]", window)) < -1:
             raise ConfigError(
                 f"window must be (left, right) whole distances of at least 0, or -1 for unbounded, "
                 f"got {self.window}. "

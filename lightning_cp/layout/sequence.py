@@ -163,8 +163,22 @@ class SequenceLayout:
         return zlib.crc32(b"".join(part.tobytes() for part in parts))
 
     def positions(self, cp_rank: int) -> torch.Tensor:
-        """Return int64 ``[local_len]``: global index of each local token, in order; padding is >= seq_len."""
+        """Return int64 ``[local_len]``: global index of each local token, in order; padding is >= seq_len.
+
+        Every call returns the same tensor: do not change it.
+        """
+        if cp_rank not in self._positions:
+            self._positions[cp_rank] = self._make_positions(cp_rank)
+        return self._positions[cp_rank]
+
+    @torch.inference_mode(False)  # validation may ask first, and autograd saves it in training
+    def _make_positions(self, cp_rank: int) -> torch.Tensor:
         return torch.cat([torch.arange(*run) for run in self._runs[self._check_rank(cp_rank)]])
+
+    @cached_property
+    def _positions(self) -> dict[int, torch.Tensor]:
+        """Results of ``positions`` by rank."""
+        return {}
 
     def real_len(self, cp_rank: int) -> int:
         """Count the local tokens that are not padding; they come first."""
@@ -178,9 +192,7 @@ class SequenceLayout:
         sums = np.zeros(self.padded_len + 1, dtype=np.int64)
         np.cumsum(per_token.numpy(), out=sums[1 : self.seq_len + 1])
         sums[self.seq_len + 1 :] = sums[self.seq_len]
-        return tuple(
-            [sum([int(sums[end] - sums[start]) for start, end in runs]) for runs in self._runs]
-        )
+        return tuple([int(np.diff(sums[np.array(runs)]).sum()) for runs in self._runs])
 
     def shard(
         self, x: torch.Tensor, cp_rank: int, dim: int = 1, pad_value: float | int | bool = 0
@@ -193,7 +205,7 @@ class SequenceLayout:
         self._check_size(x, dim, self.seq_len, "shard", "the whole sequence")
         positions = self.positions(cp_rank).to(x.device)
         local = x.index_select(dim, positions.clamp(max=self.seq_len - 1))
-        if self.real_len(cp_rank) == self.local_len:
+        if self.padded_len == self.seq_len or self.real_len(cp_rank) == self.local_len:
             return local
         padding = positions >= self.seq_len
         shape = [1] * x.dim()

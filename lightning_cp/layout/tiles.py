@@ -87,6 +87,16 @@ class Hop:
             packed.append(tile._replace(k_start=tile.k_start + int(shift[at])))
         return tuple(packed)
 
+    @cached_property
+    def num_received(self) -> int:
+        """Number of keys of ``source`` that are received."""
+        return num_keys(self.recv)
+
+    @cached_property
+    def num_sent(self) -> int:
+        """Number of this rank's keys that are sent to ``dest``."""
+        return num_keys(self.send)
+
     @property
     def idle(self) -> bool:
         """True if nothing is computed and nothing is sent."""
@@ -114,12 +124,12 @@ class RankSchedule:
     @property
     def keys_sent(self) -> int:
         """Keys of this rank that other ranks receive, counted once per receiver."""
-        return sum(num_keys(hop.send) for hop in self.hops[1:])
+        return sum(hop.num_sent for hop in self.hops[1:])
 
     @property
     def keys_received(self) -> int:
         """Keys of other ranks that this rank receives."""
-        return sum(num_keys(hop.recv) for hop in self.hops[1:])
+        return sum(hop.num_received for hop in self.hops[1:])
 
 
 class Schedule:

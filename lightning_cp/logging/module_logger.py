@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
+from numbers import Integral, Real
 from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.distributed.tensor import DTensor
 from torchmetrics import MeanMetric, Metric
 
 from lightning_cp import error_display as console
@@ -24,20 +26,15 @@ from lightning_cp.comm.consensus import gather_by_vote
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.layout.axes import Flat
 from lightning_cp.logging.metrics import ReplicatedMetrics
-from lightning_cp.logging.pending import StepRanks, raise_refused
 from lightning_cp.logging.reduce import (
-    ARGUMENTS,
     STEP_LOSS,
     Kind,
     LogCall,
     StepLog,
-    in_type_of,
-    kind_of,
-    numbers_in,
-    show_metric,
-    whole,
+    StepRanks,
+    raise_refused,
 )
-from lightning_cp.loss.averages import RATIO_HOOK, Options, log_token_ratio, stage_means
+from lightning_cp.loss.averages import RATIO_HOOK, Options, as_logged, log_token_ratio, stage_means
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.utils.patching import PatchSet
 
@@ -91,7 +88,7 @@ class LoggedRun(Protocol):
     def in_step(self) -> bool: ...
     @property
     def mesh(self) -> ContextParallelMesh: ...
-    @property
+    @cached_property
     def step(self) -> StepRanks: ...
 
 
@@ -176,14 +173,14 @@ class ModuleLog:
             return
         if not isinstance(shown, torch.Tensor):
             shown = torch.tensor(float(shown), dtype=torch.float64)
-        values = [shown.reshape(())]
+        values, where = [shown.reshape(())], self._current_hook
         if self._is_deferred(options):
-            emit = self._emitter(name, value, options)
-            self._calls.add(LogCall(name, kind, values, emit, self._current_hook))
+            emit = self._emitter(where, name, value, options)
+            self._calls.add(LogCall(name, kind, values, emit, where))
             return
         self._own_log(name, value, **self._grouped(options))
         if not options.get("rank_zero_only"):
-            self._calls.add(LogCall(name, Kind.SHOWN, values, _do_nothing, self._current_hook))
+            self._calls.add(LogCall(name, Kind.SHOWN, values, _do_nothing, where))
 
     def _compare_metric(self, name: str, value: Any) -> None:
         """Compare a metric that averages numbers between ranks, the first few times."""
@@ -324,8 +321,10 @@ class ModuleLog:
         flag = torch.tensor(float(mine))
         return bool(all_sum(flag, self._run.mesh.control_group(Flat.LOSS)))
 
-    def _emitter(self, name: str, value: Any, options: dict[str, Any]) -> Callable[..., None]:
-        where, options = self._current_hook, self._grouped(options)
+    def _emitter(
+        self, where: str, name: str, value: Any, options: dict[str, Any]
+    ) -> Callable[..., None]:
+        options = self._grouped(options)
         cache = value._forward_cache if isinstance(value, Metric) else None
         if isinstance(value, torch.Tensor) and not options.get("enable_graph"):
             value = value.detach().clone()  # the module may reuse the tensor
@@ -404,3 +403,91 @@ class ModuleLog:
 
 def _do_nothing() -> None:
     """Do nothing: the value was shown when it was logged."""
+
+
+# Kinds of values passed to ``self.log``, and their form after the reduction.
+
+
+ARGUMENTS = (
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "reduce_fx",
+    "enable_graph",
+    "sync_dist",
+    "sync_dist_group",
+    "add_dataloader_idx",
+    "batch_size",
+    "metric_attribute",
+    "rank_zero_only",
+)
+"""Arguments of ``LightningModule.log`` after the value, by position."""
+
+
+def show_metric(
+    log: Callable[..., None],
+    name: str,
+    metric: Metric,
+    cache: Any,
+    shown: torch.Tensor | None,
+    options: dict[str, Any],
+) -> None:
+    """Log a metric that shows at this step its value of then (``cache``), or the reduced one."""
+    now = metric._forward_cache
+    metric._forward_cache = cache if shown is None else as_logged(shown)
+    try:
+        log(name, metric, **options)
+    finally:
+        metric._forward_cache = now
+
+
+def numbers_in(metric: MeanMetric) -> torch.Tensor:
+    """Return the sum of a metric's numbers; 0 if it was updated with several values at a time."""
+    total, weight = (torch.as_tensor(x).detach() for x in (metric.mean_value, metric.weight))
+    return torch.where(weight == metric._update_count, total, 0.0).reshape(())
+
+
+def in_type_of(shown: torch.Tensor, value: Any) -> torch.Tensor:
+    """Return the reduced value in the type of the original one."""
+    if not isinstance(value, torch.Tensor):
+        return as_logged(shown)
+    shown = shown.to(value)
+    if not value.requires_grad:
+        return shown
+    return shown + torch.nan_to_num(value.reshape(()) - value.detach().reshape(()))  # enable_graph
+
+
+def whole(value: Any) -> Any:
+    """Return a sharded value as a plain tensor on every rank, such as the norm of sharded gradients."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def kind_of(value: Any, options: dict[str, Any]) -> Kind | None:
+    """Return how ranks' values are combined; ``None``: not a loggable value, Lightning raises."""
+    if isinstance(value, Metric):
+        return Kind.METRIC
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.is_complex():
+            return None
+        flag, integer = value.dtype == torch.bool, not value.is_floating_point()
+    elif isinstance(value, Real):  # also NumPy's float64
+        flag, integer = isinstance(value, bool), isinstance(value, Integral)
+    else:
+        return None
+    if flag or integer:
+        return Kind.FLAG if flag else Kind.COUNT
+    reduction = options.get("reduce_fx")
+    if isinstance(reduction, str):
+        reduction = reduction.lower()
+    for kind, known in _REDUCTIONS.items():
+        if reduction in known:
+            return kind
+    return Kind.MEAN
+
+
+_REDUCTIONS: dict[Kind, tuple[Any, ...]] = {
+    Kind.SUM: ("sum", torch.sum, sum),
+    Kind.LARGEST: ("max", torch.max, max),
+    Kind.SMALLEST: ("min", torch.min, min),
+}

@@ -8,25 +8,130 @@ counts: a rank that did not log them counted nothing.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
-from numbers import Integral, Real
-from typing import Any
+from functools import cached_property, partial
+from itertools import islice, starmap
+from operator import attrgetter
+from typing import Any, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
-from torchmetrics import MeanMetric, Metric
+import torch.distributed as dist
 
 from lightning_cp.batch.loss_calls import Mismatch, find_mismatches, mismatch_warning
 from lightning_cp.comm.all_gather import all_gather
+from lightning_cp.comm.consensus import all_equal_sum, check_gathered, gather_facts, raise_on_all
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.layout.axes import Flat
-from lightning_cp.logging.pending import Losses, StepRanks, agree_on_calls
-from lightning_cp.loss.averages import Options, as_logged
+from lightning_cp.loss.averages import Options
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.utils.tracing import profile_range
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PendingFindings:
+    """Findings of checks in a step, to be sent to the other ranks."""
+
+    checks: Sequence[str] = ()
+    """Names of the checks that ran."""
+    error: Exception | None = None
+    """The error of the first check that failed."""
+    need_gradients: Sequence[bool] = ()
+    """For each attention call: whether backward will come through it."""
+    compared: Callable[[], None] = lambda: None
+    """Called if the ranks that share a sample have the same ``need_gradients``."""
+    refuse: Callable[[Mapping[int, Sequence[bool]]], None] = lambda _: None
+    """Called with the different ``need_gradients`` of ranks that share a sample, by rank; raises."""
+
+
+class Losses(Protocol):
+    """Losses of a step that has several counts."""
+
+    def likeness(self, value: torch.Tensor) -> torch.Tensor: ...
+    def shares_by(self, alike: torch.Tensor) -> list[float] | None: ...
+
+
+class StepRanks(Protocol):
+    """The part of the strategy's core that this module uses."""
+
+    @cached_property
+    def mesh(self) -> ContextParallelMesh: ...
+    @property
+    def shares(self) -> list[float]: ...
+    @property
+    def weights_by_loss(self) -> Losses | None: ...
+    @property
+    def looks_at_values(self) -> bool: ...
+    @property
+    def declares_targets(self) -> bool: ...
+    def evidence(self, value: torch.Tensor) -> torch.Tensor: ...
+    def pop_refused(self) -> Exception | None: ...
+    def pop_findings(self) -> PendingFindings: ...
+    def gathering(self) -> AbstractContextManager[None]: ...
+
+
+def agree_on_calls(
+    own: list[Any], ranks: StepRanks, flat: Flat, *, to_backward: bool = False
+) -> list[list[Any]]:
+    """Exchange lists of calls and findings; return every rank's list.
+
+    Correctness depends on it: after it, all ranks take the same path.
+
+    Args:
+        own: this rank's calls.
+        ranks: the current step.
+        flat: flattened group of the ranks that take part.
+        to_backward: all of them run backward next.
+
+    Raises:
+        RankFailure: a check failed on another rank; the rank itself raises its own error.
+        BatchMismatchError: ranks are at different calls, or have made different checks.
+        ConfigError: backward would come through attention on some ranks only.
+    """
+    mesh, step = ranks.mesh, ranks.pop_findings()
+    group, error = mesh.control_group(flat), step.error
+    part = 0 if flat is Flat.CP else mesh.data_rank
+    size = mesh.sample_size
+    of_sample = step.checks, step.need_gradients
+    dissents = error is not None
+    votes = all_equal_sum(("log", own), group, dissents=dissents, of=(part, size), own=of_sample)
+    if votes is not None:
+        step.compared()
+        return [own] * group.size()
+    # Another name than that of checks within the step: a rank may still be there.
+    every = gather_facts((own, *of_sample), group, what="logged values", error=error)
+    groups = [range(at, at + size) for at in range(0, len(every), size)]
+    checks = [{"checks": ", ".join(checks) or "none"} for _, checks, _ in every]
+    check_gathered(checks, group, what="step", within=groups, remedy=_CALL_ALL)
+    gradients = [list(gradients) for _, _, gradients in every]
+    apart = [of for of in groups if any(gradients[rank] != gradients[of[0]] for rank in of)]
+    if apart and to_backward:
+        step.refuse({dist.get_global_rank(group, rank): gradients[rank] for rank in apart[0]})
+    if groups[part] not in apart:
+        step.compared()
+    return [calls for calls, _, _ in every]
+
+
+def raise_refused(error: Exception, ranks: StepRanks) -> None:
+    """Raise the error that ended the step on all ranks; the others wait for their vote on the step.
+
+    Raises:
+        Exception: the error, once all ranks know of it.
+    """
+    if ranks.mesh.data_size == 1:
+        raise error
+    _log.error("%s", error)  # a step that exchanges something between samples waits for this rank
+    raise_on_all(error, ranks.mesh.control_group(Flat.LOSS), what="refused")
+
+
+_CALL_ALL = "Models are called by all of them or by none: let no rank's own tokens decide that."
+
 
 # Values of all ranks of a group, side by side, and their combinations.
 
@@ -116,8 +221,24 @@ class LogCall:
     """Identifies the same call on all ranks."""
 
 
-_CheckedCall = tuple[LogCall, list[bool], torch.Tensor]
-"""A call that all ranks have, its mismatch flags, and their evidence."""
+@dataclass
+class _SharedCall:
+    """A call that all ranks have."""
+
+    call: LogCall
+    kind: Kind
+    """``METRIC`` if ranks have different kinds."""
+    is_loss: bool
+    """It is the loss that a step returned."""
+    looks: bool
+    """Ranks exchange evidence on how they computed the value."""
+    rows: list[torch.Tensor]
+    """float64 ``[ranks, *shape]``: the values of all ranks, their evidence, their likeness to losses."""
+    differs: bool = False
+    nan: Sequence[bool] = ()
+    """One flag for each rank."""
+    mismatches: Sequence[bool] = ()
+    """One flag for each ``Mismatch``, if there is evidence."""
 
 
 class StepLog:
@@ -180,7 +301,8 @@ class StepLog:
             calls = [call for call in calls if not call.where.startswith(STEP_LOSS)]
         calls = self._with_missing_ratios(calls, lists)
         ratios = sorted([call for call in calls if call.kind is Kind.RATIO], key=_key)
-        _reduce_ratios(ratios, mesh, flat)
+        if ratios:
+            _reduce_ratios(ratios, mesh, flat)
         first = 0 if flat is Flat.CP else mesh.data_rank * mesh.sample_size
         self._reduce_values(
             calls,
@@ -217,67 +339,36 @@ class StepLog:
             losses: the losses of a step that has several counts.
             doubted: the mismatches to warn of.
         """
-        peers = [{key: Kind(kind) for key, kind, *_ in one} for one in lists]
-        common = set.intersection(*map(set, peers))
-        kinds = {key: {peer[key] for peer in peers} for key in common}
-        means_of_all = {key for key in common if kinds[key] <= set(MEANS)}  # all ranks send as much
-        shared = [call for call in calls if call.key in common and call.kind is not Kind.RATIO]
-        shared.sort(key=_key)
-        values = [call.values[0] for call in shared]
-        means = [
-            call for call in shared if evidence_of and _is_mean(call) and call.key in means_of_all
-        ]
-        values += [evidence_of(call.values[0]) for call in means] if evidence_of else []
-        of_losses = [call for call in shared if losses and call.key in means_of_all]
-        values += [losses.likeness(call.values[0]) for call in of_losses] if losses else []
-        both = side_by_side(values, mesh)
-        rows, evidence = both[: len(shared)], both[len(shared) : len(shared) + len(means)]
-        alike = {
-            call.key: x
-            for call, x in zip(of_losses, both[len(values) - len(of_losses) :], strict=True)
-        }
-        row_of = {call.key: row for call, row in zip(shared, rows, strict=True)}
-        of_step = [row_of[call.key] for call in shared if _is_step_loss(call)]
-        of_means = [row_of[call.key] for call in means]
-        found = [_differs_and_nan(row) for row in rows]
-        found += [
-            _without_step_mismatch(find_mismatches(x), row, of_step)
-            for x, row in zip(evidence, of_means, strict=True)
-        ]
-        sizes = [len(flags) for flags in found]
-        told = (
-            torch.cat(found).cpu().split(sizes) if found else []
-        )  # one synchronization with the device
-        flags = [each.tolist() for each in told]
-        apart = {call.key: any(own) for call, own in zip(shared, flags, strict=False)}
-        seen = list(zip(means, flags[len(shared) :], evidence, strict=True))
-        self._doubt([each for each in seen if apart[each[0].key]], calls, doubted)
-        for call, row, (differ, *nan) in zip(shared, rows, flags, strict=False):
-            if differ and shares is not None and _is_mean(call):
+        shared = _exchange(calls, lists, mesh, evidence_of, losses)
+        _compare(shared)
+        doubtful = [each for each in shared if each.looks and (each.differs or any(each.nan))]
+        self._doubt(doubtful, calls, doubted)
+        for each in shared:
+            call, row, nan = each.call, each.rows[0], each.nan
+            if each.differs and shares is not None and call.kind in MEANS and not each.is_loss:
                 self._warn_of_nan(call, [x and y > 0 for x, y in zip(nan, shares, strict=True)])
-            kind = call.kind if len(kinds[call.key]) == 1 else Kind.METRIC
-            if kind in MEANS and shares is not None:
-                own = losses.shares_by(alike[call.key]) if losses and differ else shares
+            if each.kind in MEANS and shares is not None:
+                own = losses.shares_by(each.rows[-1]) if losses and each.differs else shares
                 if own is None:
                     self._warn_of_counts(call)
-                call.emit = _with_values(call.emit, weighted_mean(row, own or shares))
-            elif differ:
-                self._reduce_value(call, kind, row, shares)
+                call.emit = partial(call.emit, weighted_mean(row, own or shares))
+            elif each.differs:
+                self._reduce_value(call, each.kind, row, shares)
 
     def _doubt(
-        self, shared: list[_CheckedCall], calls: list[LogCall], of: Sequence[Mismatch]
+        self, shared: list[_SharedCall], calls: list[LogCall], of: Sequence[Mismatch]
     ) -> None:
         """Warn of values that are weighted by other targets than they were computed from."""
         told = False
-        for call, found, evidence in shared:
+        for each in shared:
             for doubt in of:
-                if found[doubt.value] and doubt is not Mismatch.STEP:
+                if each.mismatches[doubt.value] and doubt is not Mismatch.STEP:
                     told = True
-                    self._warn_once(call, doubt, [call.name], evidence)
-        apart = [seen for seen in shared if seen[1][Mismatch.STEP.value]]
+                    self._warn_once(each.call, doubt, [each.call.name], each.rows[1])
+        apart = [each for each in shared if each.mismatches[Mismatch.STEP.value]]
         if apart and Mismatch.STEP in of and not told and not any(map(_is_ratio, calls)):
-            (call, _, evidence), names = apart[0], [call.name for call, *_ in apart]
-            self._warn_once(call, Mismatch.STEP, names, evidence)
+            names = [each.call.name for each in apart]
+            self._warn_once(apart[0].call, Mismatch.STEP, names, apart[0].rows[1])
 
     def _warn_of_nan(self, call: LogCall, nan: list[bool]) -> None:
         """Warn of NaN on some ranks only: these probably averaged over nothing."""
@@ -306,6 +397,8 @@ class StepLog:
     def _with_missing_ratios(self, calls: list[LogCall], lists: list[list[Any]]) -> list[LogCall]:
         """Add the ratios that only other ranks logged, with total and count 0 here."""
         ratios = {key: rest for one in lists for key, kind, *rest in one if kind == "ratio"}
+        if not ratios:
+            return calls
         found = [call for call in calls if _is_ratio(call) or call.key not in ratios]
         for key in sorted(ratios.keys() - {call.key for call in found}):
             call = self._join(*ratios[key])
@@ -318,9 +411,7 @@ class StepLog:
     ) -> None:
         """Combine the different values of all ranks of the group into one."""
         if kind in (Kind.LARGEST, Kind.SMALLEST):
-            call.emit = _with_values(
-                call.emit, row.amax(0) if kind is Kind.LARGEST else row.amin(0)
-            )
+            call.emit = partial(call.emit, row.amax(0) if kind is Kind.LARGEST else row.amin(0))
             return
         if call.kind is not Kind.MEAN_METRIC or shares is None or max(shares) - min(shares) > 1e-9:
             self._warn_of_difference(call.name, kind)
@@ -335,7 +426,7 @@ class StepLog:
             value = row.amax(0)
         else:
             value = weighted_mean(row, shares or [1 / len(row)] * len(row))
-        call.emit = _with_values(call.emit, value)
+        call.emit = partial(call.emit, value)
 
     def _warn_of_difference(self, name: str, kind: Kind) -> None:
         if name in self._warned:
@@ -385,6 +476,53 @@ _SHOWN_VALUES = {
 }
 
 
+def _exchange(
+    calls: list[LogCall],
+    lists: list[list[Any]],
+    mesh: ContextParallelMesh,
+    evidence_of: Callable[[torch.Tensor], torch.Tensor] | None,
+    losses: Losses | None,
+) -> list[_SharedCall]:
+    """Return all calls but ratios that every rank has; arguments of ``_reduce_values``. Collective."""
+    kinds: dict[str, list[Kind]] = {}
+    for one in lists:
+        for key, kind, *_ in one:
+            kinds.setdefault(key, []).append(Kind(kind))
+    shared: list[_SharedCall] = []
+    values: list[torch.Tensor] = []
+    for call in sorted(calls, key=_key):
+        of_ranks = kinds.get(call.key, [])
+        if len(of_ranks) < len(lists) or call.kind is Kind.RATIO:
+            continue
+        own, kind = [call.values[0]], call.kind if len({*of_ranks}) == 1 else Kind.METRIC
+        is_mean = {*of_ranks} <= {*MEANS}  # on all ranks: they send as much
+        is_loss = call.where.startswith(STEP_LOSS)
+        looks = evidence_of if is_mean and not is_loss else None
+        own += [] if looks is None else [looks(own[0])]
+        own += [losses.likeness(own[0])] if losses and is_mean else []
+        shared.append(_SharedCall(call, kind, is_loss, looks is not None, own))
+        values += own
+    both = iter(side_by_side(values, mesh))
+    for each in shared:
+        each.rows = [*islice(both, len(each.rows))]
+    return shared
+
+
+def _compare(shared: list[_SharedCall]) -> None:
+    """Set the flags of calls; waits for the device once."""
+    of_step = [each.rows[0] for each in shared if each.is_loss]
+    found: list[torch.Tensor] = []
+    for each in shared:
+        row = each.rows[0]
+        found.append(_differs_and_nan(row))
+        if each.looks:
+            found.append(_without_step_mismatch(find_mismatches(each.rows[1]), row, of_step))
+    flags: Iterator[bool] = iter(torch.cat(found).tolist() if found else ())
+    for each in shared:
+        each.differs, *each.nan = islice(flags, 1 + len(each.rows[0]))
+        each.mismatches = [*islice(flags, len(Mismatch))] if each.looks else []
+
+
 def _doubted(ranks: StepRanks, *, together: bool) -> Sequence[Mismatch]:
     if not together:
         return tuple(Mismatch)
@@ -392,23 +530,14 @@ def _doubted(ranks: StepRanks, *, together: bool) -> Sequence[Mismatch]:
     return (Mismatch.ROWS, Mismatch.MEAN) if is_declared else (Mismatch.ROWS,)
 
 
-def _key(call: LogCall) -> str:
-    return call.key
+_key = attrgetter("key")
+"""Key of a call, by which it is sorted."""
 
 
 def _differs_and_nan(row: torch.Tensor) -> torch.Tensor:
     """Return bool [1 + ranks]: whether ranks have different values, and which of them have NaN."""
     nan = row.reshape(len(row), -1).isnan().any(1)
     return torch.cat([~equal(row).all()[None], nan])
-
-
-def _is_step_loss(call: LogCall) -> bool:
-    return call.where.startswith(STEP_LOSS)
-
-
-def _is_mean(call: LogCall) -> bool:
-    """True for a logged mean, not the loss that a step returns."""
-    return call.kind in MEANS and not _is_step_loss(call)
 
 
 def _without_step_mismatch(
@@ -428,107 +557,18 @@ def _is_ratio(call: LogCall) -> bool:
 
 def _losses_fit(lists: list[list[Any]], size: int) -> bool:
     """True if all ranks show a loss, and all or none with a graph; data ranks may differ in its shape."""
-    losses = [
-        {key: where for key, _, where, *_ in one if where.startswith(STEP_LOSS)} for one in lists
-    ]
-    groups = [losses[first : first + size] for first in range(0, len(losses), size)]
-    kinds = {where for one in losses for where in one.values()}
-    return len(kinds) == 1 and all(set.intersection(*map(set, group)) for group in groups)
+    wheres, keys = set[str](), [set[str]() for _ in lists]
+    for one, own in zip(lists, keys, strict=True):
+        for key, _, where, *_ in one:
+            if where.startswith(STEP_LOSS):
+                own.add(key)
+                wheres.add(where)
+    groups = [keys[first : first + size] for first in range(0, len(keys), size)]
+    return len(wheres) == 1 and all(starmap(set.intersection, groups))
 
 
 def _reduce_ratios(calls: list[LogCall], mesh: ContextParallelMesh, flat: Flat) -> None:
     """Sum totals and counts over ranks, which have the same calls by now."""
-    if not calls:
-        return
     own = torch.stack([torch.stack(list(call.values)) for call in calls])
     for call, (total, count) in zip(calls, all_sum(own, mesh.group(flat)), strict=True):
-        call.emit = _with_values(call.emit, total, count)
-
-
-def _with_values(emit: Callable[..., None], *values: torch.Tensor) -> Callable[[], None]:
-    return lambda: emit(*values)
-
-
-# Kinds of values passed to ``self.log``, and their form after the reduction.
-
-
-ARGUMENTS = (
-    "prog_bar",
-    "logger",
-    "on_step",
-    "on_epoch",
-    "reduce_fx",
-    "enable_graph",
-    "sync_dist",
-    "sync_dist_group",
-    "add_dataloader_idx",
-    "batch_size",
-    "metric_attribute",
-    "rank_zero_only",
-)
-"""Arguments of ``LightningModule.log`` after the value, by position."""
-
-
-def show_metric(
-    log: Callable[..., None],
-    name: str,
-    metric: Metric,
-    cache: Any,
-    shown: torch.Tensor | None,
-    options: dict[str, Any],
-) -> None:
-    """Log a metric that shows at this step its value of then (``cache``), or the reduced one."""
-    now = metric._forward_cache
-    metric._forward_cache = cache if shown is None else as_logged(shown)
-    try:
-        log(name, metric, **options)
-    finally:
-        metric._forward_cache = now
-
-
-def numbers_in(metric: MeanMetric) -> torch.Tensor:
-    """Return the sum of a metric's numbers; 0 if it was updated with several values at a time."""
-    total, weight = (torch.as_tensor(x).detach() for x in (metric.mean_value, metric.weight))
-    return torch.where(weight == metric._update_count, total, 0.0).reshape(())
-
-
-def in_type_of(shown: torch.Tensor, value: Any) -> torch.Tensor:
-    """Return the reduced value in the type of the original one."""
-    if not isinstance(value, torch.Tensor):
-        return as_logged(shown)
-    shown = shown.to(value)
-    if not value.requires_grad:
-        return shown
-    return shown + torch.nan_to_num(value.reshape(()) - value.detach().reshape(()))  # enable_graph
-
-
-def whole(value: Any) -> Any:
-    """Return a sharded value as a plain tensor on every rank, such as the norm of sharded gradients."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def kind_of(value: Any, options: dict[str, Any]) -> Kind | None:
-    """Return how ranks' values are combined; ``None``: not a loggable value, Lightning raises."""
-    if isinstance(value, Metric):
-        return Kind.METRIC
-    if isinstance(value, torch.Tensor):
-        if value.numel() != 1 or value.is_complex():
-            return None
-        flag, integer = value.dtype == torch.bool, not value.is_floating_point()
-    elif isinstance(value, Real):  # also NumPy's float64
-        flag, integer = isinstance(value, bool), isinstance(value, Integral)
-    else:
-        return None
-    if flag or integer:
-        return Kind.FLAG if flag else Kind.COUNT
-    reduction = options.get("reduce_fx")
-    if isinstance(reduction, str):
-        reduction = reduction.lower()
-    return next((kind for kind, known in _REDUCTIONS.items() if reduction in known), Kind.MEAN)
-
-
-_REDUCTIONS: dict[Kind, tuple[Any, ...]] = {
-    Kind.SUM: ("sum", torch.sum, sum),
-    Kind.LARGEST: ("max", torch.max, max),
-    Kind.SMALLEST: ("min", torch.min, min),
-}
+        call.emit = partial(call.emit, total, count)

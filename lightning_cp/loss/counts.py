@@ -251,7 +251,11 @@ class TargetCounts:
 
         Waits for the device for the norms.
         """
-        shared = [(*each.votes, each.factors_by(self._ratios)) for each in self._shared]
+        nothing = [], [], []
+        shared = [
+            (*each.votes, each.factors_by(self._ratios)) if each.is_followed else nothing
+            for each in self._shared
+        ]
         return [numbers for _, numbers in self._numbers] + shared
 
     def shared_difference(self, group: dist.ProcessGroup, sample_size: int) -> str | None:
@@ -307,8 +311,8 @@ class TargetCounts:
     def differ(self) -> torch.Tensor | None:
         """True if a mean counted something else, or padding; on the device. ``None`` without any counts."""
         flags = [_differ(*pair) for pair in self._pairs] + [found for _, found in self._padding]
-        if not flags:
-            return None
+        if len(flags) < 2:
+            return flags[0].any() if flags else None
         device = next((flag.device for flag in flags if not flag.is_cpu), flags[0].device)
         return torch.stack([flag.to(device) for flag in flags]).any()
 

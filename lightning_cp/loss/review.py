@@ -63,14 +63,15 @@ class RunLosses:
             return
         means = loss_terms(loss)
         self.counts.note(means, weight.targets)
-        passes = self.passes(loss, weight)
+        passes, is_known = self.passes(loss, weight), _is_known(means)
         _note(
             *(self.counts, loss, weight, means),
+            is_known=is_known,
             passes=passes,
             padding_asked=padding_asked,
             follows=is_shared and self.follows_factors,
         )
-        is_clear = _is_known(means) or passes
+        is_clear = is_known or passes
         if self.question is None:
             self.counts.asks |= not (is_clear or weight.is_without_targets) and is_shared
         else:
@@ -78,8 +79,9 @@ class RunLosses:
 
     def passes(self, loss: torch.Tensor, weight: StepLoss) -> bool:
         """Return True for a declared loss, and for one like a loss that a check found exact."""
-        if weight.is_declared or not self.exact_zeros or self.passes_all:
-            return weight.is_declared or bool(self.exact_zeros)
+        is_declared = weight.is_declared
+        if is_declared or not self.exact_zeros or self.passes_all:
+            return is_declared or bool(self.exact_zeros)
         return any(map(factors_of(loss, weight.tokens).are_zero, self.exact_zeros))
 
     @property
@@ -122,6 +124,7 @@ class ProbeLosses:
         passes = self._run.passes(loss, weight)
         _note(
             *(self.counts, loss, weight, means),
+            is_known=_is_known(means),
             passes=passes,
             padding_asked=padding_asked,
             follows=is_shared,
@@ -134,11 +137,11 @@ def _note(
     weight: StepLoss,
     means: LossTerms,
     *,
+    is_known: bool,
     passes: bool,
     padding_asked: bool,
     follows: bool,
 ) -> None:
-    is_known = _is_known(means)
     counts.note_padding(*weight.padding(by_hand=not is_known, asked=padding_asked))
     factors = factors_of(loss, weight.tokens) if follows and not is_known else None
     counts.note_shared(weight.targets, None if passes else means, factors)

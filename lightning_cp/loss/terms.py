@@ -69,14 +69,18 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
                 continue
             other_terms |= not factors and not _is_shared(node)
             shared += [x for x in (sources if factors else [node]) if x not in factors]
-            constants = _constants(node)
-            numbers += [] if _is_of_parameters(node) else _numbers_of(node)
-            own_factor |= bool(factors) and not all(map(_is_number, constants))
+            if factors or not _is_of_parameters(node):
+                constants = _constants(node)
+                own_numbers = [x for x in constants if _is_number(x)]
+                numbers += map(_value_of, own_numbers)
+                own_factor |= bool(factors) and len(own_numbers) < len(constants)
             ahead.extend(factors)
         elif _is_shared(node):
             shared.append(node)
         else:
             other_terms = True
+    if not shared:
+        return LossTerms(counts, own_factor, numbers, other_terms)
     numbers += _numbers_within(shared)
     return LossTerms(
         counts, own_factor, numbers, other_terms, _joined_values(shared), _unshard_nodes(shared)

@@ -44,10 +44,11 @@ def declared_scale(counts: torch.Tensor, cp_rank: int) -> torch.Tensor:
     return torch.where(total > 0, counts[cp_rank] * len(counts) / total, 0.0)
 
 
-def average_weight(valid: Sequence[float], cp_rank: int) -> float:
-    """Return this rank's share of the group's targets, for logged averages."""
-    total = sum(valid)
-    return valid[cp_rank] / total if total else 1.0 / len(valid)
+def average_weights(valid: Sequence[float] | torch.Tensor) -> list[float]:
+    """Return each rank's share of the group's targets, for logged averages."""
+    numbers = to_list(valid) if isinstance(valid, torch.Tensor) else valid
+    total = sum(numbers)
+    return [number / total if total else 1.0 / len(numbers) for number in numbers]
 
 
 def zero_loss(loss: torch.Tensor) -> torch.Tensor:
@@ -149,7 +150,7 @@ class StepLoss:
 
         Waits for the device where targets were declared.
         """
-        return _shares(self._counts)
+        return average_weights(self._counts)
 
     @property
     def _counts(self) -> Sequence[float] | torch.Tensor:
@@ -182,7 +183,7 @@ class StepLoss:
             ``None`` if no loss equals the value, and losses do not weigh ranks alike.
         """
         for (counts, _), of_ranks in reversed(list(zip(self._gone, to_list(alike.T), strict=True))):
-            shares = _shares(counts)
+            shares = average_weights(counts)
             if all(same or not share for same, share in zip(of_ranks, shares, strict=True)):
                 return shares
         return self.shares if self._weigh_alike is not None and self._weigh_alike else None
@@ -378,13 +379,8 @@ class StepLoss:
         raise_on_all(error, self._mesh.control_group(Flat.LOSS), what="loss")
 
 
-def _shares(counts: Sequence[float] | torch.Tensor) -> list[float]:
-    numbers = to_list(counts) if isinstance(counts, torch.Tensor) else counts
-    return [average_weight(numbers, rank) for rank in range(len(numbers))]
-
-
 def _weights(counts: Sequence[float] | torch.Tensor) -> torch.Tensor:
-    """Return ``_shares`` as float64, without waiting for the device."""
+    """Return ``average_weights`` as float64, without waiting for the device."""
     counts = torch.as_tensor(counts, dtype=torch.float64)
     return torch.where(counts.sum() > 0, counts / counts.sum(), 1 / len(counts))
 

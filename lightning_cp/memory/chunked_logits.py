@@ -358,7 +358,9 @@ class ChunkedHead:
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if model is not self._model:  # a copy of it
             return
-        labelled = arguments_by_name(model, args, kwargs)[1].get("labels") is not None
+        labelled = (
+            arguments_by_name(parameters_of(model), args, kwargs)[1].get("labels") is not None
+        )
         self._calls.append([] if labelled else _UNCHUNKED)
         self._made_whole |= not labelled and torch.is_grad_enabled()
 

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.config import DEFAULT_CHUNK_TOKENS
 from lightning_cp.errors import ConfigError, ShapeError
-from lightning_cp.utils.autograd_notes import note_mean
+from lightning_cp.utils.autograd_notes import note_origin
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 """Elementwise change of logits [n, V]."""
@@ -243,7 +243,7 @@ def changed_cross_entropy(
         return losses.sum()
     count = counts.sum()
     mean = losses.sum() / count
-    note_mean(mean, count)
+    note_origin(mean, count)
     return mean
 
 

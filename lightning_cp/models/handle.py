@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
@@ -37,7 +38,7 @@ from lightning_cp.models.qk_scores import (
     make_plan_with_scores,
     make_scores_plan,
 )
-from lightning_cp.utils.autograd_notes import note_tokens
+from lightning_cp.utils.autograd_notes import Origin, note_origin
 from lightning_cp.utils.console import (
     Place,
     common_name,
@@ -274,7 +275,8 @@ class SwapHandle:
         self.warned: set[str] = set()
         """Keys of warnings that were shown already."""
         self.checks = RankChecks(mesh)
-        self.collector = MaxLogitsCollector({})
+        self.collector: MaxLogitsCollector | None = None
+        """Collects the largest scores, for QK-clip."""
         self.has_batch: Callable[[Any], bool] = bool
         """True if arguments of a call hold a tensor of the step's batch."""
         self._step_patches = StepPatches()
@@ -303,7 +305,8 @@ class SwapHandle:
 
     def activate(self, state: StepState) -> None:
         """Begin a step; the state stays until the next one, or until ``deactivate``."""
-        self.deactivate()
+        if self.state is not None:
+            self.deactivate()
         self.state = state
         self._step_patches.begin()
 
@@ -313,7 +316,8 @@ class SwapHandle:
             self.state.ended = True
         self.state = None
         self.scopes.clear()
-        self.collector.forget_calls()
+        if self.collector is not None:
+            self.collector.forget_calls()
         self.checks.clear()
         self._step_patches.end()
 
@@ -353,9 +357,10 @@ class SwapHandle:
         """
         if self.state is None:
             return
-        self.resume(inputs)
         if self.state.waits:
-            raise ConfigError(_FOREIGN_CALL.format(type(module).__name__))
+            self.resume(inputs)
+            if self.state.waits:
+                raise ConfigError(_FOREIGN_CALL.format(type(module).__name__))
         self.state.model_called = True
 
     def attention(
@@ -368,18 +373,22 @@ class SwapHandle:
         self.checks.flush_before_data()
         self.progress()
         inputs = AttentionInputs(q, k, v, spec)
-        by_kernel = self.collector.by_kernel(self.kernel, self.exchange)
+        collector = self.collector
+        by_kernel = collector is not None and collector.by_kernel(self.kernel, self.exchange)
         plan = self._plan(*inputs, state, max_logits=by_kernel)
-        out, largest = (attend_with_max_logits if by_kernel else _attend_without_scores)(
-            q, k, v, plan
-        )
-        of_pass = None if by_kernel else partial(self._plan_of_pass, inputs, state)
-        self.collector.note(inputs, largest, self.mesh, of_pass)
+        largest: torch.Tensor | None = None
+        if by_kernel:
+            out, largest = attend_with_max_logits(q, k, v, plan)
+        else:
+            out = cast(torch.Tensor, attend(q, k, v, plan))
+        if collector is not None:
+            of_pass = None if by_kernel else partial(self._plan_of_pass, inputs, state)
+            collector.note(inputs, largest, self.mesh, of_pass)
         for listener in self.listeners:
             listener(plan, q, out)
         state.need_gradients.append(out.requires_grad)
         if out.requires_grad:
-            note_tokens(out)
+            note_origin(out, Origin.TOKENS)
             out.register_hook(state.note_gradient)
         state.calls += 1
         return out
@@ -393,9 +402,10 @@ class SwapHandle:
             modules: modules that call attention, and the callback of each call in training.
             extra_pass: compute scores that a kernel does not return in an additional pass.
         """
-        self.collector.end()
-        self.collector = MaxLogitsCollector(modules, extra_pass=extra_pass)
-        self.collector.start(lambda: self.active)
+        self._end_collection()
+        if modules:
+            self.collector = MaxLogitsCollector(modules, extra_pass=extra_pass)
+            self.collector.start(lambda: self.active)
 
     def _plan(
         self,
@@ -415,14 +425,9 @@ class SwapHandle:
         if call in state.plans:
             return state.plans[call][1]
 
-        def make(max_logits: bool) -> AttentionPlan:
-            return make_plan(
-                *(q, k, v, self.mesh, state.layout, spec, self.kernel),
-                exchange=self.exchange,
-                max_logits=max_logits,
-            )
-
-        plan = partial(make_plan_with_scores, make) if max_logits else partial(make, False)
+        arguments = (q, k, v, self.mesh, state.layout, spec, self.kernel)
+        make = partial(make_plan, *arguments, exchange=self.exchange)
+        plan = partial(make_plan_with_scores, make) if max_logits else make
         request = make_request(q, v, spec, max_logits=max_logits)
         made = plan() if request in self.requests else self.checks.run("an attention call", plan)
         self.requests[request] = None
@@ -496,8 +501,13 @@ class SwapHandle:
     def undo(self) -> None:
         """Restore the model's own attention, in reverse order of the replacements."""
         self.deactivate()
-        self.collector.end()
+        self._end_collection()
         self.patches.undo()
+
+    def _end_collection(self) -> None:
+        if self.collector is not None:
+            self.collector.end()
+            self.collector = None
 
 
 _FOREIGN_CALL = (
@@ -506,13 +516,6 @@ _FOREIGN_CALL = (
     "if its rows are whole. If they are computed from that batch, keep the loop's iterator until the step is "
     "over: batches = iter(loader), then batch = next(batches)."
 )
-
-
-def _attend_without_scores(*call: Any) -> tuple[torch.Tensor, None]:
-    """Attend without the largest scores; same result type as ``attend_with_max_logits``."""
-    out = attend(*call)
-    assert isinstance(out, torch.Tensor)
-    return out, None
 
 
 def _noop() -> None:
@@ -538,9 +541,12 @@ def raise_gradient_mismatch(every: Mapping[int, Sequence[bool]]) -> NoReturn:
     )
 
 
+_values_of = attrgetter(*[item.name for item in fields(AttentionSpec)])
+
+
 def _plan_key(spec: AttentionSpec, *inputs: torch.Tensor) -> tuple[object, ...]:
     """Return a key for plans within one batch; slopes and sinks are compared by identity."""
-    values = [getattr(spec, item.name) for item in fields(spec)]
+    values = _values_of(spec)
     return (
         *[id(value) if isinstance(value, torch.Tensor) else value for value in values],
         *[(x.shape, x.dtype, x.device) for x in inputs],

@@ -131,19 +131,19 @@ class MaxLogitsCollector:
         self._hooks.undo()
 
 
-def make_plan_with_scores(make: Callable[[bool], AttentionPlan]) -> AttentionPlan:
+def make_plan_with_scores(make: Callable[..., AttentionPlan]) -> AttentionPlan:
     """Return a plan whose kernel returns the largest scores.
 
     Args:
-        make: makes a plan, with or without them.
+        make: makes a plan, with them if ``max_logits``.
 
     Raises:
         ConfigError: the kernel does not return them; or any other error of ``make``.
     """
     try:
-        return make(True)
+        return make(max_logits=True)
     except ConfigError as refused:
-        make(False)  # raises if the call is refused without scores too
+        make()  # raises if the call is refused without scores too
         raise ConfigError(
             f"QK-clip wants the largest scores of every attention call: {refused} Or have them computed in "
             "a forward pass of their own, by another kernel: QKClip(extra_pass=True)."

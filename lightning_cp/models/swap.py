@@ -45,7 +45,7 @@ from lightning_cp.models.handle import (
 from lightning_cp.models.hf.swap import swap_hf
 from lightning_cp.models.litgpt import check_no_local_attention, litgpt_models, swap_litgpt
 from lightning_cp.models.sdpa import SDPA, sdpa_replacements
-from lightning_cp.utils.autograd_notes import Count, note_mean
+from lightning_cp.utils.autograd_notes import Count, note_origin
 from lightning_cp.utils.patching import ChainedPatch, ReplacedFunction, add_hook
 from lightning_cp.utils.tracing import exclude_from_compile
 
@@ -186,7 +186,7 @@ def _noting_replacement(
                 state.losses.note_each(loss, state.has_target)
             return loss
         if count is not SUM:
-            note_mean(loss, count)
+            note_origin(loss, count)
         if state.losses is not None:
             state.losses.note(loss, None if count is SUM else count)
         return loss

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from lightning_cp.batch import BatchRules, WholeBatch, add_positions_and_targets, read_batch
-from lightning_cp.batch.declarations import SEGMENTS, has_boundaries
-from lightning_cp.batch.rules import KNOWN_DIMS, PAD_VALUES
-from lightning_cp.batch.tracked_batch import TARGETS
+from lightning_cp.batch.read import SEGMENTS, has_boundaries
+from lightning_cp.batch.rules import KNOWN_DIMS, PAD_VALUES, TARGETS
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.models.hf.labels import is_same_labels
 from lightning_cp.models.swap import hf_models

@@ -16,7 +16,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
@@ -122,7 +122,8 @@ class TokenDraws:
 
     def begin(self, tokens: StepTokens) -> None:
         """Begin a step on these tokens; end the previous one."""
-        self.end()
+        if self._tokens is not None:
+            self.end()
         self._tokens, self._thread = tokens, threading.get_ident()
         _active.append(weakref.ref(self))
 
@@ -416,17 +417,14 @@ _library.impl("token_drops", _drops_on_meta, "Meta")
 _library.impl("token_words", _words_on_meta, "Meta")
 
 
-@contextmanager
-def without_token_draws() -> Iterator[None]:
-    """Draw everything as usual within the block: for an optimizer, or while reading the next batch."""
+def without_token_draws() -> AbstractContextManager[None]:
+    """A block that draws everything as usual: for an optimizer, or while reading the next batch."""
     draws = _last_active()
-    with nullcontext() if draws is None else draws.disabled():
-        yield
+    return nullcontext() if draws is None else draws.disabled()
 
 
-@contextmanager
-def draw_per(what: Per) -> Iterator[None]:
-    """Set the unit of random numbers within the block, for any shape.
+def draw_per(what: Per) -> AbstractContextManager[None]:
+    """A block in which ``what`` is the unit of random numbers, for any shape.
 
     Raises:
         ConfigError: neither ``token`` nor ``row``.
@@ -437,5 +435,4 @@ def draw_per(what: Per) -> Iterator[None]:
             "a sample, numbers of rows are equal on them."
         )
     draws = _last_active()
-    with nullcontext() if draws is None else draws.per(what):
-        yield
+    return nullcontext() if draws is None else draws.per(what)

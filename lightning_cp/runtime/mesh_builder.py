@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import cached_property
 
 from torch import nn
 
@@ -154,44 +155,46 @@ class MeshBuilder:
 
     def __init__(self, settings: StrategyConfig) -> None:
         self._settings = settings
-        self._mesh: ContextParallelMesh | None = None
         self.cost = DEFAULT_COST
         """Estimated cost of communication on the ring, for ``layout="auto"``."""
 
-    @property
+    @cached_property
     def mesh(self) -> ContextParallelMesh:
-        """The mesh.
+        """The mesh, which ``build`` sets.
 
         Raises:
             ConfigError: it does not exist yet.
         """
-        if self._mesh is None:
-            raise ConfigError(
-                "the mesh does not exist yet: processes start first, and the split of the context-parallel "
-                "ranks may need the model. It is available from setup on, or in configure_model if "
-                "num_heads, or ulysses_size and ring_size, are given to the strategy."
-            )
-        return self._mesh
+        raise ConfigError(
+            "the mesh does not exist yet: processes start first, and the split of the context-parallel "
+            "ranks may need the model. It is available from setup on, or in configure_model if "
+            "num_heads, or ulysses_size and ring_size, are given to the strategy."
+        )
+
+    @property
+    def is_built(self) -> bool:
+        """True if the mesh exists."""
+        return "mesh" in vars(self)
 
     @property
     def sizes(self) -> dict[str, int]:
         """Ranks of each axis by its name; empty before there is a mesh."""
-        sizes = {} if self._mesh is None else self._mesh.sizes
+        sizes = self.mesh.sizes if self.is_built else {}
         return {str(axis): size for axis, size in sizes.items()}
 
     @contextmanager
     def use(self, mesh: ContextParallelMesh) -> Generator[None]:
         """A block in which another mesh of the same ranks replaces the run's."""
-        own, self._mesh = self._mesh, mesh
+        own, self.mesh = self.mesh, mesh
         try:
             yield
         finally:
-            self._mesh = own
+            self.mesh = own
 
     def data_rank(self, global_rank: int, world_size: int) -> int:
         """Return the number of this rank's sample; known before the mesh, as data axes are the outer ones."""
-        if self._mesh is not None:
-            return self._mesh.data_rank
+        if self.is_built:
+            return self.mesh.data_rank
         sharing = resolve_cp_size(self._settings, world_size) * self._settings.tensor_parallel_size
         return global_rank // sharing
 
@@ -221,7 +224,7 @@ class MeshBuilder:
         )
         heads = resolve_heads(self._settings, cp_size, model, num_heads)
         waits = heads is None and self._settings.needs_heads and cp_size > 1
-        if self._mesh is not None or waits:
+        if self.is_built or waits:
             return None
         if self._settings.attention_exchange.name == "all_gather":
             self.cost = CostModel.gathered()
@@ -235,7 +238,7 @@ class MeshBuilder:
             )  # tp ranks are the innermost
             factors = split(self._settings, cp_size, heads, near)
         replicas, shards = self._settings.data_parallel_axes
-        self._mesh = ContextParallelMesh(
+        self.mesh = ContextParallelMesh(
             ring_size=factors.ring_size,
             ulysses_size=factors.ulysses_size,
             device_type=device_type,
@@ -243,5 +246,5 @@ class MeshBuilder:
             data_parallel_shard_size=shards,
             tensor_parallel_size=tp_size,
         )
-        weakref.finalize(self, self._mesh.destroy)  # with the strategy, or when the process ends
+        weakref.finalize(self, self.mesh.destroy)  # with the strategy, or when the process ends
         return factors

@@ -361,7 +361,11 @@ class ModelBinding:
         @exclude_from_compile
         def refuse(module: nn.Module, args: Any, kwargs: Any) -> None:
             run = owner()
-            if run is None or run.in_step or not already_sharded([args, kwargs], run.part):
+            if (
+                run is None
+                or run.in_step
+                or not already_sharded(dict(tensors_of([args, kwargs])), run.part)
+            ):
                 return
             raise ConfigError(_OUTSIDE.format(type(module).__name__))
 
@@ -417,8 +421,9 @@ class ModelBinding:
         return StepState(
             layout=part.layout,
             position_ids=part.position_ids,
-            aligned_labels=_copy(part.aligned_labels),
-            labels=_copy(part.labels),
+            # Copies, to detect a step that changes its labels.
+            aligned_labels=None if part.aligned_labels is None else part.aligned_labels.clone(),
+            labels=None if part.labels is None else part.labels.clone(),
             valid_local=part.valid[cp_rank],
             real_local=part.layout.real_len(cp_rank),
             loss_outside=self._loss_outside,
@@ -454,11 +459,6 @@ class ModelBinding:
         """
         if self.model is not None and self.rules.labels == "ignore":
             resolve_labels(self.model, self._settings.labels, required=True)
-
-
-def _copy(labels: torch.Tensor | None) -> torch.Tensor | None:
-    """Copy labels, to detect a step that changes them."""
-    return None if labels is None else labels.clone()
 
 
 def _declared(options: Mapping[str, Any], settings: StrategyConfig) -> str:

@@ -73,7 +73,6 @@ class ContextParallelRuntime:
         """Callbacks of every attention call."""
         self.meshes = MeshBuilder(settings)
         self.losses = RunLosses()
-        self._step: StepContext | None = None
         self._is_single = False
         self._first_compile = FirstCompile(partial(rank_zero_info, _COMPILES))
 
@@ -85,16 +84,10 @@ class ContextParallelRuntime:
         progress = self.watch.position.progress
         return ModelBinding(self.settings, self.meshes, progress, self.listeners, self)
 
-    @property
+    @cached_property
     def step(self) -> StepContext:
         """The current step, or the last one."""
-        if self._step is None:
-            self._step = self._new_step()
-        return self._step
-
-    @step.setter
-    def step(self, step: StepContext) -> None:
-        self._step = step
+        return self._new_step()
 
     @property
     def mesh(self) -> ContextParallelMesh:
@@ -122,7 +115,7 @@ class ContextParallelRuntime:
     def in_step(self) -> bool:
         """True if a context-parallel step is current."""
         handle = self.binding.handle
-        return handle is not None and handle.active
+        return handle is not None and handle.state is not None
 
     @property
     def is_probe(self) -> bool:
@@ -162,7 +155,7 @@ class ContextParallelRuntime:
     def _forget_steps(self) -> None:
         self.records.recorder.abandon()
         self._first_compile.end()
-        self._step = None
+        vars(self).pop("step", None)
 
     def listen(self, listener: Listener) -> Callable[[], None]:
         """Call ``listener`` with every attention call, of later models too; return its removal."""
@@ -195,10 +188,12 @@ class ContextParallelRuntime:
             return add_positions_and_targets(
                 batch, self.binding.rules, positions=self.binding.adds_positions
             )
-        before = self.step
-        if not self.is_sharded(batch):  # its own shard is refused, and its step goes on
-            self.step = self._new_step()  # without a batch, if this one is refused
-        self.step = self.prepare(batch, needs_labels=needs_labels, before=before.part)
+        try:
+            self.step = self.prepare(batch, needs_labels=needs_labels, before=self.step.part)
+        except BaseException:
+            if not self.is_sharded(batch):  # with its own shard, the current step continues
+                self.step = self._new_step()
+            raise
         return self.step.batch
 
     def prepare(
@@ -218,7 +213,7 @@ class ContextParallelRuntime:
         binding, records = self.binding, self.records
         if binding.handle is None:
             raise ConfigError(_NO_MODEL)
-        mesh = self.mesh
+        mesh = self.meshes.mesh
         if needs_labels and mesh.cp_size > 1:
             records.recorder.begin(mesh)
         with profile_range("shard batch"):
@@ -241,7 +236,7 @@ class ContextParallelRuntime:
         """Make the step of a batch, or a plain one for code outside of steps."""
         from lightning_cp.runtime.step_context import StepContext
 
-        losses = ProbeLosses(self.losses) if self.is_probe else self.losses
+        losses = ProbeLosses(self.losses) if self.records.is_probe else self.losses
         return StepContext(self.meshes, self.binding, losses, self.records, sharding)
 
     def begin_step(self) -> None:
@@ -252,7 +247,7 @@ class ContextParallelRuntime:
         """
         self.end_other_steps()
         _last_begun[:] = [weakref.ref(self)]
-        if not self.is_probe:
+        if not self.records.is_probe:
             self._first_compile.begin()
         if not self.enabled:
             self.binding.patches.begin()
@@ -264,11 +259,11 @@ class ContextParallelRuntime:
         self._first_compile.end()
         if "binding" in vars(self):  # a model was bound, maybe
             self._end_step_of(self.binding)
-        if self._step is not None:
-            self._step.end()
+        if "step" in vars(self):
+            self.step.end()
 
     def _end_step_of(self, binding: ModelBinding) -> None:
-        for line in [] if self.is_probe else binding.patches.told():
+        for line in [] if self.records.is_probe else binding.patches.told():
             rank_zero_info(line)
         binding.patches.end()
         if binding.draws is not None:
@@ -309,7 +304,7 @@ class ContextParallelRuntime:
                 state.ended = False
 
     def _intercept(self, state: StepState) -> None:
-        handle, part, mesh = self.binding.handle, self.step.part, self.mesh
+        handle, part, mesh = self.binding.handle, self.step.part, self.meshes.mesh
         assert handle is not None
         assert part is not None
         handle.activate(state)
@@ -321,7 +316,8 @@ class ContextParallelRuntime:
 
     def end_other_steps(self) -> None:
         """End a step that another strategy of this process left open."""
-        for run in [begun() for begun in _last_begun]:
+        for begun in list(_last_begun):
+            run = begun()
             if run is not None and run is not self:
                 run.end_step()
 
@@ -346,7 +342,7 @@ class ContextParallelRuntime:
 
     def is_sharded(self, batch: Any) -> bool:
         """Return True if ``batch`` is the shard that was made last."""
-        return bool(already_sharded(batch, self.step.part))
+        return bool(already_sharded(dict(tensors_of(batch)), self.step.part))
 
     @contextmanager
     def use_records(self, records: RunRecords) -> Generator[None]:
@@ -371,7 +367,7 @@ class ContextParallelRuntime:
 
     def _note_layout(self, choice: LayoutChoice | None) -> None:
         first = self.records.layout_choice is None and choice is not None
-        if first and not self.is_probe:
+        if first and not self.records.is_probe:
             rank_zero_info(f"context parallel {choice} (of the first batch; each gets its own)")
         self.records.layout_choice = choice
 

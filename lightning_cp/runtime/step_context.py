@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -12,19 +12,17 @@ from torch.optim import Optimizer
 
 from lightning_cp.batch import unshard_output
 from lightning_cp.batch.loss_calls import LossCalls
-from lightning_cp.batch.shard import ShardedBatch
-from lightning_cp.batch.sharder import Sharding
+from lightning_cp.batch.sharder import ShardedBatch, Sharding
 from lightning_cp.batch.step_state import PositionInfo, StepState
 from lightning_cp.errors import ConfigError
-from lightning_cp.logging.pending import PendingFindings
-from lightning_cp.logging.reduce import equal, side_by_side, weighted_mean
+from lightning_cp.logging.reduce import PendingFindings, equal, side_by_side, weighted_mean
 from lightning_cp.loss.averages import NO_LOSS
 from lightning_cp.loss.counts import TRAINS
 from lightning_cp.loss.review import LossReview
 from lightning_cp.loss.terms import declared_count, divisor
 from lightning_cp.loss.weighting import StepLoss
 from lightning_cp.mesh import ContextParallelMesh
-from lightning_cp.models.handle import SwapHandle, raise_gradient_mismatch
+from lightning_cp.models.handle import raise_gradient_mismatch
 from lightning_cp.models.hf.labels import check_labels_used
 from lightning_cp.runtime.mesh_builder import MeshBuilder
 from lightning_cp.runtime.model_binding import ModelBinding
@@ -77,7 +75,7 @@ class StepContext:
         Raises:
             ConfigError: there is no batch.
         """
-        if self.part is None or self._handle is None:
+        if self.part is None or self._binding.handle is None:
             raise ConfigError(_NO_BATCH)
         looks = self._records.looks_at_values(trains=self.trains)
         state = self._binding.state_of(
@@ -98,14 +96,10 @@ class StepContext:
         """Use the state of a step on the whole batch, which has no part."""
         self._state = state
 
-    @property
+    @cached_property
     def mesh(self) -> ContextParallelMesh:
         """The mesh of the run."""
         return self._meshes.mesh
-
-    @property
-    def _handle(self) -> SwapHandle | None:
-        return self._binding.handle
 
     @property
     def state(self) -> StepState | None:
@@ -144,7 +138,7 @@ class StepContext:
     @property
     def positions_ignored(self) -> bool:
         """True if nothing read the positions of the step's tokens, as far as can be seen."""
-        handle = self._handle
+        handle = self._binding.handle
         if handle is None or self.part is None:
             return False
         asked = self._records.positions_taken or handle.provides_position_ids
@@ -169,7 +163,7 @@ class StepContext:
         Raises:
             ConfigError: the model was called, and no attention call was intercepted.
         """
-        handle, model = self._handle, self._binding.model
+        handle, model = self._binding.handle, self._binding.model
         if handle is not None and model is not None:
             handle.check_intercepted(model)
 
@@ -177,11 +171,12 @@ class StepContext:
 
     def gathering(self) -> AbstractContextManager[None]:
         """A block at whose end ranks agree, also on the result of ``pop_findings``."""
-        return nullcontext() if self._handle is None else self._handle.checks.deferring()
+        handle = self._binding.handle
+        return nullcontext() if handle is None else handle.checks.deferring()
 
     def pop_findings(self) -> PendingFindings:
         """Remove and return findings that are unknown to other ranks."""
-        handle, state = self._handle, self.state
+        handle, state = self._binding.handle, self.state
         if handle is None or state is None:
             return PendingFindings()
         waiting, needs = handle.checks.pop(), list(state.need_gradients)
@@ -195,12 +190,13 @@ class StepContext:
 
     def pop_refused(self) -> Exception | None:
         """Return this rank's error if all ranks that share a sample know that the step failed."""
-        return None if self._handle is None else self._handle.checks.pop_error()
+        handle = self._binding.handle
+        return None if handle is None else handle.checks.pop_error()
 
     def before_data(self) -> None:
         """Send the results of checks, before ranks exchange data."""
-        if self._handle is not None:
-            self._handle.checks.flush_before_data()
+        if self._binding.handle is not None:
+            self._binding.handle.checks.flush_before_data()
 
     # -- values over the ranks that share a sample -----------------------------------------------------------
 
@@ -278,7 +274,7 @@ class StepContext:
     def token_positions(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return int64 [B or 1, L]: global positions of the tokens; 0, 1, ... of ``x`` outside of a step."""
         self._records.positions_taken = True
-        handle = self._handle
+        handle = self._binding.handle
         if handle is None or not handle.active or self.part is None:
             return torch.arange(x.size(dim), device=x.device)[None]
         return self.part.position_ids
@@ -306,10 +302,10 @@ class StepContext:
             BatchMismatchError: another rank does not declare a count.
         """
         state = self.state
-        if self.loss is None or self._handle is None or state is None:
+        if self.loss is None or self._binding.handle is None or state is None:
             count = declared_count(counted)
         else:
-            count = self._handle.checks.run(
+            count = self._binding.handle.checks.run(
                 "count_targets", partial(self.loss.checked_count, counted)
             )
             self.loss.declare(count)
@@ -337,8 +333,9 @@ class StepContext:
 
     def mark_loss_weighted(self) -> None:
         """Note that the loss of this step is weighted by the caller of backward."""
-        if self.state is not None:
-            self.state.weighted = True
+        state = self.state
+        if state is not None:
+            state.weighted = True
 
     def scale_loss(
         self, loss: torch.Tensor, optimizers: Iterable[Optimizer] = (), *, automatic: bool = False
@@ -354,8 +351,9 @@ class StepContext:
             ConfigError: backward would run through attention on some ranks only, or the targets of the loss
                 are unknown.
         """
-        self.mark_loss_weighted()
-        handle, state = self._handle, self.state
+        handle, state = self._binding.handle, self.state
+        if state is not None:
+            state.weighted = True
         if handle is not None and state is not None:
             handle.check_same_gradients()
         if self.loss is None:

@@ -545,9 +545,12 @@ class ContextParallelStrategy:
         self, number: int, optimizer: Optimizer, model: nn.Module, precision: object
     ) -> None:
         """Check that complete gradients are finite on all ranks, before the step. Collective."""
-        sample = (self.mesh.data_rank, self.mesh.sample_size)
+        if self._guard.has_tested(optimizer):
+            return
+        mesh = self.runtime.meshes.mesh
+        sample = (mesh.data_rank, mesh.sample_size)
         step = Step(number, optimizer, model, self.runtime.step.batch, sample)
-        group = self.mesh.everyone if self._lightning.world_size > 1 else None
+        group = mesh.everyone if self._lightning.world_size > 1 else None
         self._guard.before_step(step, group, getattr(precision, "scaler", None))
 
     def _group_of_sum(self, group: Any, reduce_op: Any) -> Any:

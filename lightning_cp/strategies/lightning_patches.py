@@ -16,8 +16,6 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -93,66 +91,6 @@ def keep_samplers(trainer: Trainer) -> None:
     connector: Any = trainer._accelerator_connector
     assert hasattr(connector, "use_distributed_sampler")  # Lightning's own, and private
     connector.use_distributed_sampler = False
-
-
-def call_before_batch_hooks(
-    patches: PatchSet, precision: Precision, act: Callable[[], object]
-) -> None:
-    """Call ``act()`` after a batch is read, before its hooks."""
-
-    def first(own: Callable[..., Any]) -> Callable[..., Any]:
-        def convert_input(batch: Any) -> Any:
-            act()
-            return own(batch)
-
-        return convert_input
-
-    patches.replace(precision, "convert_input", first)
-
-
-def scale_before_backward_hooks(
-    patches: PatchSet, precision: Precision, scaled: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    """Replace a loss by ``scaled(loss)`` before the hooks of backward, which cannot replace it."""
-
-    def first(own: Callable[..., Any]) -> Callable[..., Any]:
-        def pre_backward(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
-            return own(scaled(tensor), *args)
-
-        return pre_backward
-
-    patches.replace(precision, "pre_backward", first)
-
-
-def call_before_autograd(
-    patches: PatchSet, precision: Precision, act: Callable[[torch.Tensor], object]
-) -> None:
-    """Call ``act(loss)`` between the hooks of backward and autograd, where Lightning has no hook."""
-
-    def after_hooks(own: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            act(loss)
-            own(loss, *args, **kwargs)
-
-        return backward
-
-    patches.replace(precision, "backward", after_hooks)
-
-
-def call_before_clipping(
-    patches: PatchSet, precision: Precision, act: Callable[[Optimizer], object]
-) -> None:
-    """Call ``act(optimizer)`` before gradients are clipped, also by hand."""
-
-    def in_final_size(own: Callable[..., Any]) -> Callable[..., Any]:
-        def clip(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            wrapped = isinstance(optimizer, LightningOptimizer)
-            act(optimizer.optimizer if wrapped else optimizer)
-            own(optimizer, *args, **kwargs)
-
-        return clip
-
-    patches.replace(precision, "clip_gradients", in_final_size)
 
 
 def call_after_toggling(patches: PatchSet, module: Any, act: Callable[[], object]) -> None:

@@ -73,7 +73,9 @@ class TrainerParity:
         """Batches of the window, by number, whose loss may need a check before the optimizer's step."""
         self._first_by_reason: dict[str, int] = {}
         """Number of the window's first batch for each reason to check."""
-        if runtime.settings.parity_check == "off":
+        self.is_on = runtime.settings.parity_check != "off"
+        """Batches are looked at."""
+        if not self.is_on:
             self._set_question(
                 "leave parity_check='off' away, so that the step is compared with one process"
             )

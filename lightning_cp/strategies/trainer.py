@@ -8,13 +8,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -39,21 +40,17 @@ from lightning_cp.strategies.base import ContextParallelStrategy, in_floating_po
 from lightning_cp.strategies.lightning_patches import (
     STEPS,
     call_after_toggling,
-    call_before_autograd,
-    call_before_batch_hooks,
-    call_before_clipping,
     check_no_averages,
     check_no_dataloader_iter,
     clip_with_engine,
     keep_samplers,
     place_profiles,
     prevent_saves,
-    scale_before_backward_hooks,
 )
 from lightning_cp.strategies.parity_checks import TrainerParity
 from lightning_cp.strategies.undeclared import collect_undeclared_of_trainer, complete_errors
 from lightning_cp.utils.dtensor import is_on_meta, is_sharded
-from lightning_cp.watchdog.phase import Phase, Position
+from lightning_cp.watchdog.phase import Phase
 
 if TYPE_CHECKING:
     from lightning_cp.strategies.trainer_checkpoints import TrainerCheckpoints
@@ -73,6 +70,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
             self.checkpoint_io = self._checkpoint_io  # checked
         self._resume = TrainerResume()
         self._log = RunLog(self.runtime)
+        self._position = self.runtime.watch.position
         self.parity = TrainerParity(self.runtime, self.engine)
         self._callback = ContextParallelCallback()
         self._callback_is_given = False
@@ -245,12 +243,12 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         training = module.trainer.training
         with complete_errors(self._settings):
             by_callback = self._callback.shards_batches
-            if training:
+            if training and self.parity.is_on:
                 name = type(self._callback).__name__ if by_callback else ""
                 self.parity.before_batch(module, batch, name)
             shard = self._callback.shard_batch if by_callback else self.runtime.shard
             part = shard(batch, needs_labels=training)
-        if training:
+        if training and self.parity.is_on:
             self.parity.after_batch()
         return part
 
@@ -258,53 +256,49 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step on this rank's tokens; callbacks read one process's loss."""
         runtime, module = self.runtime, self._module
+        is_shared, is_automatic = runtime.enabled, module.automatic_optimization
         self._rewrap_if_requires_grad_changed()
         runtime.begin_step()  # ends in on_train_batch_end: backward may recompute
         shown: list[torch.Tensor] = []
         with self._log.during_step():
-            counted = module.trainer.global_step if module.automatic_optimization else None
+            counted = module.trainer.global_step if is_automatic else None
             self._position.begin_micro_batch(counted)
             output = super().training_step(*args, **kwargs)
-            loss = self._loss_of(output)
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            loss = loss if is_shared and isinstance(loss, torch.Tensor) else None
             if loss is not None:
                 self._log.note_loss(loss, shown.append)
-        if self._goes_backward:
+        if is_shared and is_automatic:
             runtime.step.check_connected(loss)
             if output is None or (loss is not None and not shown):
                 raise ConfigError(_SKIPPED)
         if loss is not None and shown:
-            seen = runtime.step.shown_loss(loss, shown[0]) if self._goes_backward else shown[0]
+            seen = runtime.step.shown_loss(loss, shown[0]) if is_automatic else shown[0]
             output = {**output, "loss": seen} if isinstance(output, Mapping) else seen
         runtime.check_step()
         return output
-
-    @property
-    def _goes_backward(self) -> bool:
-        """True if Lightning calls backward on what steps return: not in manual optimization."""
-        return self._module.automatic_optimization and self.runtime.enabled
-
-    def _loss_of(self, output: Any) -> torch.Tensor | None:
-        """Return the loss in the result of a step, which callbacks will read."""
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        return loss if self.runtime.enabled and isinstance(loss, torch.Tensor) else None
 
     def _patch_precision_plugin(self) -> None:
         """Act before the hooks of a batch, between hooks and autograd, and before gradients are clipped."""
         patches, plugin = self._patches, self.precision_plugin
         patches.undo()
-        call_before_batch_hooks(patches, plugin, self._begin_batch)
-        scale_before_backward_hooks(patches, plugin, self._scale_loss)
-        call_before_autograd(patches, plugin, self._before_autograd)
-        call_before_clipping(patches, plugin, self._finalize_gradients)
+        for name, instead in (
+            ("convert_input", self._convert_input),
+            ("pre_backward", self._scale_before_hooks),
+            ("backward", self._backward),
+            ("clip_gradients", self._clip_gradients),
+        ):
+            patches.replace(plugin, name, partial(partial, instead))  # called with the own method
         if self.engine.shards:
             clip_with_engine(patches, plugin, self.engine)
             call_after_toggling(patches, self._module, self._rewrap_if_requires_grad_changed)
 
-    def _begin_batch(self) -> None:
-        """Note that a loop has read a batch."""
+    def _convert_input(self, own: Any, batch: Any) -> Any:
+        """Note that a loop has read a batch, before its hooks."""
         trainer = self._module.trainer
         if trainer.training:
             self._resume.start_batch(trainer, self.root_device)
+        return own(batch)
 
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
@@ -312,8 +306,8 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         super().pre_backward(closure_loss)
         self._note_loss(closure_loss, self.optimizers)
 
-    def _scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to call backward on, weighted by this rank's share of the targets.
+    def _scale_before_hooks(self, own: Any, loss: torch.Tensor, *args: Any) -> torch.Tensor:
+        """Weight a loss by this rank's share of the targets, before hooks, which cannot replace it.
 
         Raises:
             ConfigError: backward would run through attention on some ranks only, or the targets of the loss
@@ -321,15 +315,18 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         """
         automatic = self._module.automatic_optimization
         scaled = self.runtime.step.scale_loss(loss, self.optimizers, automatic=automatic)
-        self.parity.after_loss(loss)
-        return scaled
+        if self.parity.is_on:
+            self.parity.after_loss(loss)
+        return own(scaled, *args)
 
-    def _before_autograd(self, loss: torch.Tensor) -> None:
+    def _backward(self, own: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Prepare the engine between the hooks of backward and autograd, where Lightning has no hook."""
         assert self.model is not None
         if self._rewrap_if_requires_grad_changed():  # in the step, or by a hook
             self.engine.prepare_backward_after_rewrap(self.model, loss)
         elif self.engine.shards:
             self.engine.prepare_backward(loss)
+        own(loss, *args, **kwargs)
 
     def _rewrap_if_requires_grad_changed(self) -> bool:
         """Wrap the model again and return True if layers were frozen or unfrozen since the last wrap."""
@@ -360,6 +357,12 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         assert self.model is not None
         return self.engine.accumulating(self.model)
 
+    def _clip_gradients(self, own: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Complete gradients before they are clipped, also by hand."""
+        is_wrapped = isinstance(optimizer, LightningOptimizer)
+        self._finalize_gradients(optimizer.optimizer if is_wrapped else optimizer)
+        own(optimizer, *args, **kwargs)
+
     def _finalize_gradients(self, optimizer: Optimizer) -> None:
         """Complete the gradients of a window, and check that they are finite on all ranks."""
         module = self._module
@@ -387,7 +390,8 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         # Hooks and clipping, which read gradients, come after it.
         def closure_then_finalize() -> Any:
             in_optimizer.close()
-            if not self._goes_backward or isinstance(optimizer, LBFGS):
+            goes_backward = self._module.automatic_optimization and self.runtime.enabled
+            if not goes_backward or isinstance(optimizer, LBFGS):
                 result = self.runtime.closure_value(closure, optimizer)
             else:
                 result = closure()
@@ -407,7 +411,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if isinstance(group, Flat):
-            group = self.mesh.group(group)
+            group = self.runtime.meshes.mesh.group(group)
         if group is not None and group.size() == 1:
             return tensor  # logged values without data parallelism
         group = self._group_of_sum(group, reduce_op)
@@ -582,10 +586,6 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         """The user's module, set by the Trainer."""
         assert self.lightning_module is not None
         return self.lightning_module
-
-    @property
-    def _position(self) -> Position:
-        return self.runtime.watch.position
 
     def _attach_callback(self, trainer: Any) -> None:
         self._callback, self._callback_is_given = place_callback(trainer.callbacks)

@@ -15,29 +15,16 @@ class Origin(Enum):
     """The origin of a tensor."""
 
     SEQUENCE = "unshard: the whole sequence, on every rank"
+    """Its backward is summed over ranks."""
     TOKENS = "attention: a rank's own tokens"
-
-
-def note_mean(loss: torch.Tensor, count: Count) -> None:
-    """Note that ``loss`` is a mean over ``count`` targets of this rank."""
-    _note(loss, count)
-
-
-def note_sequence(x: torch.Tensor) -> None:
-    """Note that ``x`` belongs to the whole sequence, and its backward is summed over ranks."""
-    _note(x, Origin.SEQUENCE)
-
-
-def note_tokens(x: torch.Tensor) -> None:
-    """Note that ``x`` belongs to this rank's own tokens."""
-    _note(x, Origin.TOKENS)
 
 
 NOTE = "lightning_cp"
 """The key of a note in the metadata of a node."""
 
 
-def _note(x: torch.Tensor, origin: Origin | Count) -> None:
+def note_origin(x: torch.Tensor, origin: Origin | Count) -> None:
+    """Note the origin of ``x``; a count if ``x`` is a mean over that many targets of this rank."""
     if x.grad_fn is not None:
         node: Any = x.grad_fn
         node.metadata[NOTE] = origin

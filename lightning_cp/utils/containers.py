@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, cast
 
 import torch
@@ -22,14 +22,9 @@ def is_container(value: object) -> bool:
     return isinstance(value, (Mapping, list, tuple)) or _is_dataclass(value)
 
 
-def tensors_of(value: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
+def tensors_of(value: Any) -> list[tuple[str, torch.Tensor]]:
     """Return every tensor with its dotted name: keys, field names and indices joined by dots."""
-    if isinstance(value, torch.Tensor):
-        return [(name or ROOT, value)]
-    found: list[tuple[str, torch.Tensor]] = []
-    for key, item in items_of(value):
-        found += tensors_of(item, f"{name}.{key}" if name else str(key))
-    return found
+    return [(name, x) for name, x in nodes_of(value) if isinstance(x, torch.Tensor)]
 
 
 def memory_of(x: torch.Tensor) -> int:
@@ -40,11 +35,17 @@ def memory_of(x: torch.Tensor) -> int:
     return x.untyped_storage()._cdata if torch._C._has_storage(x) else id(x)
 
 
-def nodes_of(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a value and everything inside it, containers included, with dotted names; the value first."""
-    yield name or ROOT, value
-    for key, item in items_of(value):
-        yield from nodes_of(item, f"{name}.{key}" if name else str(key))
+def nodes_of(value: Any) -> list[tuple[str, Any]]:
+    """Return a value and everything inside it, containers included, with dotted names; the value first."""
+    found: list[tuple[str, Any]] = []
+    ahead = [("", value)]
+    while ahead:
+        name, node = ahead.pop()
+        found.append((name or ROOT, node))
+        if not isinstance(node, torch.Tensor):
+            inside = [(f"{name}.{key}" if name else str(key), x) for key, x in items_of(node)]
+            ahead += reversed(inside)
+    return found
 
 
 def map_tensors(value: Any, visit: Visit, name: str = "") -> Any:
@@ -63,10 +64,9 @@ def map_tensors(value: Any, visit: Visit, name: str = "") -> Any:
             "works: tensors in dicts, tuples, lists, named tuples and dataclasses, nested in any "
             "way."
         )
-    new = {
-        key: map_tensors(item, visit, f"{name}.{key}" if name else str(key))
-        for key, item in items_of(value)
-    }
+    new: dict[Any, Any] = {}
+    for key, item in items_of(value):
+        new[key] = map_tensors(item, visit, f"{name}.{key}" if name else str(key))
     return _rebuild(value, new)
 
 

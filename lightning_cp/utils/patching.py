@@ -279,7 +279,7 @@ class StepPatches:
 
     def __init__(self) -> None:
         self._patches: list[Patch] = []
-        self._applied = PatchSet()
+        self._undo: list[Undo] = []
         self._reports: list[Callable[[], str | None]] = []
 
     def add(self, patch: Patch, report: Callable[[], str | None] | None = None) -> None:
@@ -290,21 +290,26 @@ class StepPatches:
 
     def begin(self) -> None:
         """Begin a step; end the previous one if that has not happened."""
-        self.end()
+        if self._undo:
+            self.end()
         for patch in self._patches:
-            self._applied.add(patch())
+            self._undo.append(patch())
 
     def on_end(self, undo: Undo) -> None:
         """Add an action for the end of this step only."""
-        self._applied.add(undo)
+        self._undo.append(undo)
 
     def end(self) -> None:
         """End the step: undo the patches."""
-        self._applied.undo()
+        while self._undo:
+            self._undo.pop()()
 
     def told(self) -> list[str]:
         """Return lines about the step that ends now, each kind once."""
-        said = [(report, line) for report in self._reports if (line := report()) is not None]
-        for report, _ in said:
-            self._reports.remove(report)
-        return [line for _, line in said]
+        said: list[str] = []
+        for report in list(self._reports):
+            line = report()
+            if line is not None:
+                self._reports.remove(report)
+                said.append(line)
+        return said

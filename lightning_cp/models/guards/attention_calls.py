@@ -245,18 +245,18 @@ def _may_attend(module: nn.Module) -> bool:
 
 
 def _watch(module: nn.Module, name: str, handle: SwapHandle) -> None:
-    before: list[int] = []  # a stack: recomputation may call the module within another call of it
-
     @exclude_from_compile
     def enter(module: nn.Module, args: Any) -> None:
-        if handle.state is not None:
-            before.append(handle.state.calls)
+        state = handle.state
+        if state is not None:
+            state.begun_calls.setdefault(module, []).append(state.calls)
 
     @exclude_from_compile
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if handle.state is None or not before:
+        state = handle.state
+        if state is None or not state.begun_calls.get(module):
             return
-        if handle.state.calls == before.pop():
+        if state.calls == state.begun_calls[module].pop():
             raise ConfigError(
                 f"{name or 'the model'} ({type(module).__name__}) computed attention by itself: none of its "
                 "calls was intercepted, so each rank would attend to its own tokens only. Attention must go "
@@ -266,7 +266,6 @@ def _watch(module: nn.Module, name: str, handle: SwapHandle) -> None:
 
     handle.on_undo(add_hook(module.register_forward_pre_hook, enter))
     handle.on_undo(add_hook(module.register_forward_hook, leave))
-    handle.on_activate(lambda: before.clear)  # entries that an error left behind
 
 
 def _weights_check(handle: SwapHandle, name: str) -> Any:

@@ -27,6 +27,7 @@ from lightning_cp.models.hf.labels import (
     label_alignment,
 )
 from lightning_cp.models.hf.positions import (
+    Parameters,
     check_call,
     check_positions,
     check_takes_positions,
@@ -169,7 +170,7 @@ class CallCheck:
         state = self._handle.state
         if state is None:
             return
-        self._left()
+        self._depth = max(0, self._depth - 1)
         if not self._depth:
             watch_output(model, output, state.layout.local_len)
         if past_hooks and model in self._watches:
@@ -196,8 +197,9 @@ class CallCheck:
             return None
         if model not in self._models:
             raise ConfigError(_COPY.format(type(model).__name__))
-        args, call = arguments_by_name(model, args, kwargs)
-        check = partial(self._check_and_fill, model, call, state)
+        parameters = parameters_of(model)
+        args, call = arguments_by_name(parameters, args, kwargs)
+        check = partial(self._check_and_fill, model, parameters, call, state)
         what, follow = f"call of {type(model).__name__}", model in self._outer
         self._handle.checks.run(what, check, more_follow=follow)
         self._announced.add(model)
@@ -205,21 +207,22 @@ class CallCheck:
             self._watches[model].begin_call(call)
         return args, call
 
-    def _check_and_fill(self, model: Any, call: dict[str, Any], state: StepState) -> None:
+    def _check_and_fill(
+        self, model: Any, parameters: Parameters, call: dict[str, Any], state: StepState
+    ) -> None:
         _check_no_cache_or_weights(model, call)
         check_head(model, call)
         if self._counts_alone:
             check_takes_positions(model, call)
         check_call(state, model, call, self._before)
         check_positions(state, self._own_positions)
-        names = parameters_of(model)
-        if "use_cache" in names:
+        if "use_cache" in parameters:
             call["use_cache"] = False
-        if call.get("position_ids") is None and "position_ids" in names:
+        if call.get("position_ids") is None and "position_ids" in parameters:
             call["position_ids"] = positions_for(state, call)
         if call.get("labels") is not None:
             complete_labels(model, call, state)
-        elif label_alignment(model) == "shift" and _trains(model, call):
+        elif "labels" in parameters and label_alignment(model) == "shift" and _trains(model, call):
             check_loss_inside(state)
 
 
@@ -245,7 +248,8 @@ def _replace(patches: PatchSet, model: Any, name: str, instead: Callable[..., An
 
 
 def _check_no_cache_or_weights(model: Any, call: dict[str, Any]) -> None:
-    if any(call.get(name) is not None for name in ("past_key_values", "cache")):  # since 5.24
+    # It is named cache since 5.24.
+    if call.get("past_key_values") is not None or call.get("cache") is not None:
         raise ConfigError(
             "a key/value cache cannot be used under context parallelism. Pass none in a step, and generate "
             "outside of one, where the model is the plain model."
@@ -259,10 +263,9 @@ def _check_no_cache_or_weights(model: Any, call: dict[str, Any]) -> None:
 
 
 def arguments_by_name(
-    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    parameters: Parameters, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call, all by name where the signature allows it."""
-    parameters = parameters_of(model)
     named = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(args) > len(named):
         return args, dict(kwargs)

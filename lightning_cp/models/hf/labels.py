@@ -20,7 +20,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.loss.terms import divisor, targets_of
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.hf.positions import parameters_of, takes_extra
-from lightning_cp.utils.autograd_notes import Count, note_mean
+from lightning_cp.utils.autograd_notes import Count, note_origin
 from lightning_cp.utils.labels import IGNORED_LABEL
 from lightning_cp.utils.patching import PatchSet, add_hook
 from lightning_cp.utils.tracing import exclude_from_compile
@@ -60,7 +60,8 @@ def complete_labels(model: Any, call: dict[str, Any], state: StepState) -> None:
     targets = _shifted(call, state) if kind == "shift" else call["labels"]
     known = state.aligned_labels
     # A count declared in the step is compared with the loss's count before the optimizer's step.
-    changed = known is not None and state.counted is None and not is_same_labels(targets, known)
+    changes = known is not None and state.counted is None and targets is not known
+    changed = changes and not is_same_labels(targets, known)
     if changed and _count(targets) != state.valid_local:
         raise ConfigError(_CHANGED)
     # A mean over no targets is 0/0; a sum divided by 1 is 0, as it must be.
@@ -78,8 +79,10 @@ def complete_labels(model: Any, call: dict[str, Any], state: StepState) -> None:
 
 def is_trained(model: Any, call: dict[str, Any]) -> bool:
     """True if a loss of this call may train something, now or in a recomputation."""
-    inputs = (x for x in call.values() if isinstance(x, torch.Tensor))
-    return any(x.requires_grad for x in chain(model.parameters(), inputs))
+    for x in chain(model.parameters(), call.values()):
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            return True
+    return False
 
 
 def check_labels_used(state: StepState) -> None:
@@ -148,8 +151,8 @@ def _count(targets: torch.Tensor) -> int:
 
 
 def is_same_labels(labels: torch.Tensor, sharded: torch.Tensor | None) -> bool:
-    if sharded is None:
-        return False
+    if sharded is None or labels is sharded:
+        return labels is sharded
     return labels.shape == sharded.shape and torch.equal(labels, sharded)
 
 
@@ -159,6 +162,7 @@ class LossWatch:
     def __init__(self, handle: SwapHandle, model: Any) -> None:
         self._handle = handle
         self._model = model
+        self._note_uncompiled = exclude_from_compile(self._note)
         self._call: dict[str, Any] | None = None
         self._computed_loss: torch.Tensor | None = None
 
@@ -178,7 +182,7 @@ class LossWatch:
         model = self._model
         static = inspect.getattr_static(type(model), "loss_function", None)
         key = "_loss_function" if isinstance(static, property) else "loss_function"
-        own, note = model.loss_function, exclude_from_compile(self._note)
+        own, note = model.loss_function, self._note_uncompiled
 
         @functools.wraps(own)
         def loss_function(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -197,7 +201,7 @@ class LossWatch:
     def _note(self, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:
         if self._is_ours(kwargs):
             self._computed_loss = loss.detach().clone()
-            note_mean(loss, self._count())
+            note_origin(loss, self._count())
 
     def _count(self) -> Count:
         """Return the number of targets: that of the batch, unless the step has declared one."""
@@ -212,9 +216,9 @@ class LossWatch:
     def _is_ours(self, kwargs: dict[str, Any]) -> bool:
         if self._call is None:
             return False
-        names = ("shift_labels", "num_items_in_batch")
-        passed = [kwargs.get(name) is self._call.get(name) for name in names]
-        return all(passed) or label_alignment(self._model) != "shift"
+        passed = kwargs.get("shift_labels") is self._call.get("shift_labels")
+        passed &= kwargs.get("num_items_in_batch") is self._call.get("num_items_in_batch")
+        return passed or label_alignment(self._model) != "shift"
 
     def _leave(self, model: Any, args: Any, output: Any) -> None:
         if model is self._model:  # not a copy of it
@@ -229,7 +233,7 @@ class LossWatch:
         model = self._model
         call, self._call = self._call, None
         made, self._computed_loss = self._computed_loss, None
-        if call is None or not self._handle.active:
+        if call is None or self._handle.state is None:
             return
         if made is not None:
             check = functools.partial(

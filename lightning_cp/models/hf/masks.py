@@ -9,7 +9,7 @@ its own note to its own attention call, so models with several kinds of layers n
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -102,11 +102,14 @@ class Visibility:
 
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
+    packed: bool = field(default=False, compare=False)
+    """transformers saw positions restart, and hides the documents from each other."""
 
     def __and__(self, other: Visibility) -> Visibility:
         left, right = map(_narrower, self.window, other.window)
         causal = self.causal or other.causal
-        return Visibility(causal, (left, -1 if causal else right))
+        window = (left, -1 if causal else right)
+        return Visibility(causal, window, self.packed or other.packed)
 
 
 def _narrower(side: int, other: int) -> int:
@@ -124,7 +127,6 @@ def read_mask(function: Callable[..., Any], seq_len: int) -> Visibility:
     Raises:
         ConfigError: a part of it is neither causality, nor a window, nor packing.
     """
-    inside = _closure_arguments(function)
     match _factory_name(function):
         case "causal_mask_function":
             return Visibility(causal=True)
@@ -132,23 +134,27 @@ def read_mask(function: Callable[..., Any], seq_len: int) -> Visibility:
             return Visibility()
         case "and_masks":
             found = Visibility()
-            for part in inside["mask_functions"]:
+            for part in _closure_arguments(function)["mask_functions"]:
                 found = found & read_mask(part, seq_len)
             return found
         case "sliding_window_overlay":  # its window counts the query itself
-            return Visibility(window=(int(inside["sliding_window"]) - 1, -1))
+            return Visibility(window=(int(_closure_arguments(function)["sliding_window"]) - 1, -1))
         case "sliding_window_bidirectional_overlay":
-            reach = int(inside["sliding_window"])
+            reach = int(_closure_arguments(function)["sliding_window"])
             return Visibility(window=(reach, reach))
         case "packed_sequence_mask_function":
-            return Visibility()  # it reads the shard's positions; the documents are in the layout
+            # It reads the shard's positions; the documents are in the layout.
+            return Visibility(packed=True)
         case "remap_positions_for_packed_sequence":
-            return read_mask(inside["mask_function"], seq_len)
-        case "chunked_overlay" if int(inside["chunk_size"]) >= seq_len:
+            return replace(
+                read_mask(_closure_arguments(function)["mask_function"], seq_len), packed=False
+            )
+        case "chunked_overlay" if int(_closure_arguments(function)["chunk_size"]) >= seq_len:
             return Visibility()
         case "chunked_overlay":
+            size = int(_closure_arguments(function)["chunk_size"])
             raise ConfigError(
-                f"the model attends in chunks (attention_chunk_size={int(inside['chunk_size'])}), which is "
+                f"the model attends in chunks (attention_chunk_size={size}), which is "
                 f"not sharded beyond one chunk, and the sequence has {seq_len} tokens. {EXPRESSIBLE} Use "
                 "sequences of at most one chunk, or a strategy without context parallelism."
             )
@@ -185,17 +191,6 @@ def _closure_arguments(function: Callable[..., Any]) -> dict[str, Any]:
     names = function.__code__.co_freevars if hasattr(function, "__code__") else ()
     cells = getattr(function, "__closure__", None) or ()
     return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
-
-
-def _factory_names(function: Callable[..., Any]) -> list[str]:
-    """Return the factories of all parts of an intersection."""
-    if _factory_name(function) != "and_masks":
-        return [_factory_name(function)]
-    return [
-        name
-        for part in _closure_arguments(function)["mask_functions"]
-        for name in _factory_names(part)
-    ]
 
 
 def _describe_part(made: str, function: Callable[..., Any]) -> str:
@@ -246,7 +241,7 @@ def mask_function(handle: SwapHandle, before: str, *, dims: int = 4) -> Any:
                 model,
                 causal=visible.causal,
                 has_mask=attention_mask is not None,
-                folded="packed_sequence_mask_function" in _factory_names(mask_function),
+                folded=visible.packed,
                 before=before,
             )
 

@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from enum import StrEnum
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -83,7 +84,8 @@ def attention_function(handle: SwapHandle, before: str) -> Any:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         name = type(module).__name__
-        _check_not_local(name, handle)
+        if handle.in_local:
+            raise ConfigError(_LOCAL_PART.format(name))
         _check_arguments(name, kwargs)
         _check_self_attention(module, query, key)
         causal, window = _mask_of(module, attention_mask, is_causal, kwargs, before)
@@ -103,13 +105,11 @@ def attention_function(handle: SwapHandle, before: str) -> Any:
     return attention
 
 
-def _check_not_local(name: str, handle: SwapHandle) -> None:
-    if handle.in_local:
-        raise ConfigError(
-            f"{name} is a part of a Hugging Face model that is swapped, and it, or a module around it, has "
-            f"{LOCAL} = True: a model makes the masks of all its attention, so no part of it can be left "
-            "alone. Set the attribute on modules without attention."
-        )
+_LOCAL_PART = (
+    "{} is a part of a Hugging Face model that is swapped, and it, or a module around it, has "
+    f"{LOCAL} = True: a model makes the masks of all its attention, so no part of it can be left "
+    "alone. Set the attribute on modules without attention."
+)
 
 
 def _check_arguments(name: str, kwargs: dict[str, Any]) -> None:
@@ -206,7 +206,7 @@ def swap_hf(model: Any, handle: SwapHandle) -> SwapMethod:
     for interface in (AttentionInterface, AttentionMaskInterface):
         handle.on_undo_or_deletion(interface._global_mapping.pop, name, None)
     configs = _all_configs(model) if own else _configs_that_change(model, name)
-    handle.on_activate(lambda: _select_implementation(configs, name))
+    handle.on_activate(partial(_select_implementation, configs, name))
     if own:
         swap_own_attention(model, handle, attend)
     CallCheck(handle, _hf_modules(model), before)
@@ -273,6 +273,7 @@ def _select_implementation(configs: list[Any], name: str) -> Callable[[], None]:
     return patches.undo
 
 
+@lru_cache(maxsize=256)
 def _implementation_name(name: str, before: str) -> str:
     """Return the name of an implementation, of which a copy is the previous name.
 

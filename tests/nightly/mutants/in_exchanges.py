@@ -29,8 +29,8 @@ EXCHANGE_MUTANTS = (
     Mutant(
         "last hop skipped",
         RING,
-        "    if tiles:\n        (heads,) = plan.blocks()",
-        "    if tiles and hop.index + 1 < len(plan.hops):\n        (heads,) = plan.blocks()",
+        "    if tiles:\n        k, v = kernel_keys(",
+        "    if tiles and hop.index + 1 < len(plan.hops):\n        k, v = kernel_keys(",
         (modes("ring 3 zigzag"),),
         "Queries miss the keys of one rank: a slightly worse model.",
     ),
@@ -87,8 +87,8 @@ EXCHANGE_MUTANTS = (
     Mutant(
         "gradients travel in the dtype of the inputs",
         KEYS,
-        "self._dtype, self._device = dtype, ",
-        "self._dtype, self._device = keys.tensors[0].dtype, ",
+        "self.dtype, self.device = dtype, ",
+        "self.dtype, self.device = keys.tensors[0].dtype, ",
         (sends("ring 2 zigzag"),),
         "Half the bytes, and an error that grows with the ring.",
     ),

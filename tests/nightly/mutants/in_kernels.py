@@ -167,8 +167,8 @@ KERNEL_MUTANTS = (
     Mutant(
         "top left instead of bottom right",
         PER_TILE,
-        'if tile.mask != "causal" or not tile.delta:',
-        'if tile.mask != "causal" or tile.delta >= 0:',
+        'ahead = tile.delta if tile.mask == "causal" else 0',
+        'ahead = tile.delta if tile.mask == "causal" and tile.delta < 0 else 0',
         (modes("gather 2 zigzag two_kernel/two_kernel 1"),),
         "Operators align the diagonal differently; a tile with more keys than queries tells.",
     ),

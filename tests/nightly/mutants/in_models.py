@@ -107,7 +107,7 @@ MODEL_MUTANTS = (
     ),
     Mutant(
         "targets on one rank are not shifted",
-        "lightning_cp/batch/shard.py",
+        "lightning_cp/batch/sharder.py",
         "        added[TARGETS] = shifted.aligned_labels\n",
         "        added[TARGETS] = shifted.aligned_labels.roll(1, -1)\n",
         ("tests/ranks/batch/test_positions.py::test_targets_are_there_on_one_rank",),

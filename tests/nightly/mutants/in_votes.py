@@ -14,8 +14,8 @@ VOTE_MUTANTS = (
     Mutant(
         "votes that cancel in pairs",
         VOTE,
-        "return stable_hash(value) * (1 if rank else 1 - size)",
-        "return stable_hash(value) * (1 if rank % 2 else -1)",
+        "ballot = stable_hash(fact) * (1 if rank else 1 - size)",
+        "ballot = stable_hash(fact) * (1 if rank % 2 else -1)",
         ("tests/ranks/comm/test_vote.py::test_whoever_is_odd_is_found",),
         "Two ranks that differ from two others pass, and train on batches of their own.",
     ),
@@ -30,8 +30,8 @@ VOTE_MUTANTS = (
     Mutant(
         "parts at any call",
         VOTE,
-        "ballot = _ballot(fact, rank, size)",
-        "ballot = _ballot(None, rank, size)",
+        "ballot = stable_hash(fact)",
+        "ballot = stable_hash(None)",
         ("tests/ranks/comm/test_vote.py::test_parts_at_different_calls_find_that_out",),
         "One data rank goes on where another one is told something else.",
     ),

@@ -1,4 +1,4 @@
-"""Runs that the comparison makes itself. The whole matrix: ``pytest -m nightly tests/ranks/apps`` (minutes)."""
+"""Runs that the comparison makes itself. The whole matrix: ``pytest -m nightly`` of this file (minutes)."""
 
 from __future__ import annotations
 

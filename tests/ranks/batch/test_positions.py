@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 
 from lightning_cp import ContextParallelMixin
-from lightning_cp.batch.tracked_batch import TrackedBatch
+from lightning_cp.batch.rules import TrackedBatch
 from lightning_cp.fabric import UlyssesRingStrategy as Fabrics
 from tests.helpers.models.steps import Case, make_model
 from tests.helpers.pool import run_ranks

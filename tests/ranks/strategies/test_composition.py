@@ -85,6 +85,7 @@ def noted_strategy(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
         records=SimpleNamespace(recorder=Noted("recorder", [])),
     )
     monkeypatch.setattr(strategy, "runtime", runtime)
+    monkeypatch.setattr(strategy, "_position", runtime.watch.position)
     monkeypatch.setattr(strategy, "_resume", Noted("resume", said))
     monkeypatch.setattr(strategy, "_checkpoints", Noted("checkpoints", said))
     for hook in ("on_train_start", "on_validation_end", "on_train_end", "teardown"):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_cp.errors import ConfigError, NonFiniteError
 from lightning_cp.loss.weighting import (
-    average_weight,
+    average_weights,
     check_connected,
     check_zero_loss,
     loss_scale,
@@ -48,7 +48,7 @@ def test_the_mean_of_scaled_losses_is_the_mean_over_targets(
 
 @given(counts)
 def test_weights_of_an_average_add_up_to_one(valid: Sequence[int]) -> None:
-    weights = [average_weight(valid, rank) for rank in range(len(valid))]
+    weights = average_weights(valid)
     assert sum(weights) == pytest.approx(1.0)
     if sum(valid):
         assert weights == pytest.approx([n / sum(valid) for n in valid])

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_cp.errors import ConfigError
 from lightning_cp.loss.counts import TargetCounts
 from lightning_cp.loss.terms import declared_count, divisor, factors_of, loss_terms, targets_of
-from lightning_cp.utils.autograd_notes import note_mean, note_sequence, note_tokens
+from lightning_cp.utils.autograd_notes import Origin, note_origin
 
 TARGETS = torch.tensor([[0, 1, -100, 2], [3, -100, 4, 4]])
 CLASSES = torch.tensor([1.0, 2.0, 0.5, 0.5, 3.0])
@@ -25,14 +25,14 @@ CLASSES = torch.tensor([1.0, 2.0, 0.5, 0.5, 3.0])
 def tokens() -> torch.Tensor:
     """[2, 4, 5]: logits of a rank's own tokens."""
     x = nn.Parameter(torch.randn(2, 4, 5)) * 2
-    note_tokens(x)
+    note_origin(x, Origin.TOKENS)
     return x + 1
 
 
 def sequence() -> torch.Tensor:
     """[2, 4]: of the whole sequence, made of tokens."""
     x = tokens().sum(-1)
-    note_sequence(x)
+    note_origin(x, Origin.SEQUENCE)
     return x
 
 
@@ -245,7 +245,7 @@ def test_factors_of_zero() -> None:
 
 def test_what_is_noted_of_other_functions() -> None:
     loss = tokens().sum()
-    note_mean(loss, 5)
+    note_origin(loss, 5)
     assert loss_terms(0.5 * loss) == ([5], False, [0.5], False, (), ())
     soft = torch.full((6, 5), 0.2)
     assert targets_of(soft, None, -100, 5) == 6
