@@ -53,6 +53,7 @@ def test_hydra_finds_the_plugins_of_a_wheel(built: Path, tmp_path: Path) -> None
     assert f"file://{tmp_path}/lightning_cp/configs/for_any_app" in done.stdout
 
 
+@pytest.mark.nightly
 def test_the_main_job_of_a_wheel_finds_its_configs(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path)

@@ -116,7 +116,7 @@ def test_no_tolerance_is_known_for_lower_precision(tmp_path: Path) -> None:
     assert compared(*folders, tolerance=0.02)[0].passed
 
 
-@pytest.mark.quick("no-runs")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("overrides", "match"),
     [

@@ -125,6 +125,7 @@ def test_what_nothing_explains_has_no_words(tmp_path: Path) -> None:
     assert "  a=1\n      the first\n  b=#2\n  c.d=[1]\n      a list\n" in text
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("program", "override"),
     [

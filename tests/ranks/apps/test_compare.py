@@ -136,6 +136,7 @@ def test_the_exit_status_tells_of_a_failure(tmp_path: Path) -> None:
     assert command(tmp_path, "runs=[a,b]", "tolerance=0.01", "baseline=a").returncode == 0
 
 
+@pytest.mark.nightly
 def test_an_error_is_one_message(tmp_path: Path) -> None:
     done = command(tmp_path, "runs=[a,b]")
     assert done.returncode == 1

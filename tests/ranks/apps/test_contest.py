@@ -201,6 +201,7 @@ def test_a_seed_on_which_the_other_one_is_better_is_told(tmp_path: Path) -> None
     assert said.endswith("Of seed 1 AdamW is as good or better: it may be chance.")
 
 
+@pytest.mark.nightly
 def test_seeds_that_some_lack_are_left_out(seeds: dict[str, Path]) -> None:
     """One run failed: its rate has the easy seed alone, and must not win by it."""
     names = [name for name in seeds if name != "adamw_0.2_1"]
@@ -300,7 +301,7 @@ def test_the_two_questions_are_kept_apart(tmp_path: Path, runs: list[TrainRun]) 
         assert f"\nConfigError: by={BY} asks which of its values is better" in done.stderr
 
 
-@pytest.mark.quick("one run each")
+@pytest.mark.nightly
 @pytest.mark.parametrize("heads", [(8, 8), (8, 9)], ids=["one run each", "two settings swept"])
 def test_a_picture_without_one_number_that_was_swept(
     tmp_path: Path, heads: tuple[int, int]

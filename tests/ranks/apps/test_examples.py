@@ -16,6 +16,7 @@ from tests.helpers.launch.start import all_succeeded, ranks, torchrun_variables
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
+@pytest.mark.nightly
 def test_attention_alone_equals_one_process(tmp_path: Path) -> None:
     path = {"PYTHONPATH": installed_path(tmp_path), "OMP_NUM_THREADS": "1"}
     variables = [{**own, **path} for own in torchrun_variables(4)]

@@ -105,6 +105,7 @@ def test_a_run_that_fails_stops_no_other_and_fails_the_comparison(tmp_path: Path
     assert [row["run"] for row in table(tmp_path)] == ["alone", "again"]
 
 
+@pytest.mark.nightly
 def test_ctrl_c_ends_it_in_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lightning_cp.compare", f"hydra.run.dir={tmp_path / 'out'}"]
     process = subprocess.Popen(

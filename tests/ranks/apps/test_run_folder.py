@@ -26,6 +26,7 @@ def test_others_can(tmp_path: Path) -> None:
     check_folder(["train", f"hydra.run.dir={tmp_path / 'new' / 'run'}", "hydra.run.dir=new"])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("program", ["train", "bench"])
 def test_no_traceback(program: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()

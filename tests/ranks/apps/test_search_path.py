@@ -6,6 +6,7 @@ import inspect
 import json
 from pathlib import Path
 
+import pytest
 from omegaconf import OmegaConf
 
 from lightning_cp import UlyssesRingStrategy
@@ -22,6 +23,7 @@ def users_app(folder: Path) -> Path:
     return program(folder, configs="conf")
 
 
+@pytest.mark.nightly
 def test_the_strategy_is_found_by_any_application(tmp_path: Path) -> None:
     done = run(tmp_path, users_app(tmp_path), "+strategy=ulysses_ring", "strategy.ulysses_size=2")
     (job,) = said(done)
@@ -30,6 +32,7 @@ def test_the_strategy_is_found_by_any_application(tmp_path: Path) -> None:
     assert job["heavy"] == []
 
 
+@pytest.mark.nightly
 def test_the_applications_own_configs_come_first_and_ours_do_not_show(tmp_path: Path) -> None:
     app = users_app(tmp_path)
     (job,) = said(run(tmp_path, app, "+strategy=ring"))
@@ -51,6 +54,7 @@ def test_the_config_has_every_setting_at_its_default() -> None:
     assert written == {p.name: p.default for p in settings}
 
 
+@pytest.mark.nightly
 def test_plugins_load_neither_torch_nor_lightning(tmp_path: Path) -> None:
     code = """
 import json, sys

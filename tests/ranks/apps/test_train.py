@@ -127,6 +127,7 @@ def test_what_a_run_leaves(run: str, request: pytest.FixtureRequest) -> None:
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("run", RUNS)
 def test_every_step_and_every_validation_is_in_the_csv(
     run: str, request: pytest.FixtureRequest
@@ -252,6 +253,7 @@ def test_a_run_is_resumed(tmp_path: Path, alone: tuple[Path, str]) -> None:
     assert "trained               6 steps, 3,072 tokens" in printed
 
 
+@pytest.mark.nightly
 def test_bad_text_is_refused_before_other_processes_start(tmp_path: Path) -> None:
     settings = ("data=text_files", "data.paths=[nothing.txt]")
     (done,) = ranks(tmp_path, [{}], "-m", "lightning_cp.train", *SMALL, *settings, apart=True)

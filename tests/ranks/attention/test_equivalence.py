@@ -145,9 +145,7 @@ def test_equals_dense(grid: Grid, kernel: str) -> None:
     check(default_cells(grid, kernel), grid, kernel)
 
 
-@pytest.mark.quick(
-    "hybrid 2x4 zigzag", "ulysses 8", "gather 8 zigzag fused/fused 2", "ring 8 contiguous"
-)
+@pytest.mark.quick("ring 8 contiguous", "gather 8 zigzag fused/fused 2")
 @pytest.mark.parametrize(
     "grid", [grid for grid in GRIDS if "A4" in matrix(grid, "reference")], ids=str
 )

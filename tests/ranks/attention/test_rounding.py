@@ -60,6 +60,7 @@ def test_eight_ranks_round_as_one_does(grid: Grid, kernel: str) -> None:
     report.ratios[str(grid), kernel] = worst
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("grid", rarely(*(grid for grid in EIGHT if grid.mode in TWO)))
 def test_eight_ranks_round_as_two_do(grid: Grid, kernel: str) -> None:

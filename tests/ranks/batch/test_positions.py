@@ -245,6 +245,7 @@ def messages(rank: int, world_size: int, kind: type[Small]) -> list[str]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [CountsItself, TupleWithoutPositions])
 def test_a_step_that_does_not_read_positions_is_told_once(kind: type[Small]) -> None:
     first, *others = run_ranks(4, messages, kind)
@@ -253,7 +254,7 @@ def test_a_step_that_does_not_read_positions_is_told_once(kind: type[Small]) -> 
     assert others == [[], [], []]
 
 
-@pytest.mark.quick("Small", "Maps")
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [Small, PassesOn, Takes, Maps])
 def test_a_step_that_reads_positions_is_not(kind: type[Small]) -> None:
     assert run_ranks(4, messages, kind) == [[]] * 4

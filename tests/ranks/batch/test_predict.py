@@ -65,7 +65,7 @@ def predicted(rank: int, world_size: int, settings: Settings | None, what: str) 
     return trainer_of(world_size, settings).predict(module, data)
 
 
-@pytest.mark.quick("logits")
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:predict returned None:UserWarning")
 @pytest.mark.parametrize(
     "what", ["logits", "dictionary", "tuple", "declared", "own", "replicated", "integer", "nothing"]

@@ -168,6 +168,7 @@ def with_foreign(rank: int, world_size: int, settings: BenchSettings) -> list[Mo
         return measure_modes(settings, lambda text: None)
 
 
+@pytest.mark.nightly
 def test_another_library_s_failure_is_told_and_the_rest_measured() -> None:
     settings = settings_of(*TINY, "modes=[ulysses,other]", "documents=0")
     ours, other, *_ = run_ranks(2, with_foreign, settings)[0]
@@ -176,6 +177,7 @@ def test_another_library_s_failure_is_told_and_the_rest_measured() -> None:
     assert other.both is None
 
 
+@pytest.mark.nightly
 def test_ways_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.peers.registry.peer_ways", lambda case: [Foreign()])
 

@@ -12,6 +12,7 @@ from lightning_cp.bench.timers import Figure
 from tests.helpers.pool import call_on_ranks
 
 
+@pytest.mark.nightly
 def test_a_row_for_each_split(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,9 +60,7 @@ def alone() -> float:
     return run_ranks(1, _loss, IN_FLOAT32, {})[0]
 
 
-@pytest.mark.quick(
-    "none", "tiled_mlp", '"keep_attention", activation_offload', "*blocks*, tiled_mlp"
-)
+@pytest.mark.quick("tiled_mlp", '"keep_attention", activation_offload')
 @pytest.mark.parametrize("name", WAYS)
 def test_settings_change_no_loss(name: str, alone: float) -> None:
     assert run_ranks(2, _loss, IN_FLOAT32, WAYS[name])[0] == pytest.approx(alone, rel=1e-6)

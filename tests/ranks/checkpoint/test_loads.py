@@ -245,5 +245,6 @@ def what_is_no_state(rank: int, world_size: int, folder: Path) -> None:
         assert same(snapshot(loop.model, [plain]), before)
 
 
+@pytest.mark.nightly
 def test_what_is_no_state_at_all_is_refused(tmp_path: Path) -> None:
     run_ranks(2, what_is_no_state, tmp_path)

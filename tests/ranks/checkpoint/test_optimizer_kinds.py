@@ -135,6 +135,7 @@ def saves_and_loads(rank: int, world: int) -> None:
     assert same.param_groups[0]["lr"] == 0.1
 
 
+@pytest.mark.nightly
 def test_fabric_notes_the_kind() -> None:
     run_ranks(2, saves_and_loads)
 
@@ -158,5 +159,6 @@ def fits(rank: int, world: int) -> None:
         trainer_of(world, RING, max_steps=2).fit(other, loader(2), ckpt_path="a")
 
 
+@pytest.mark.nightly
 def test_the_trainer_notes_the_kind() -> None:
     run_ranks(2, fits)

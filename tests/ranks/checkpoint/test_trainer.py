@@ -98,5 +98,6 @@ def full_for_others(rank: int, world_size: int) -> None:
     assert not torch.equal(weights(plain), weights(module))
 
 
+@pytest.mark.nightly
 def test_plain_lightning_goes_on_with_the_full_form() -> None:
     run_ranks(2, full_for_others)

@@ -81,7 +81,7 @@ def other_batches(rank: int, world_size: int, engine: str, stage: str) -> None:
     run(rank, world_size, engine, stage, DataLoader(rows_with_odd(rank)))  # type: ignore[arg-type]
 
 
-@pytest.mark.quick("fit-fsdp", "validate-zero1")
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["fsdp", "zero1"])
 @pytest.mark.parametrize("stage", ["fit", "validate"])
 def test_other_batches_in_one_group_are_an_error_on_all_ranks(engine: str, stage: str) -> None:
@@ -96,7 +96,7 @@ def ends_early(rank: int, world_size: int, engine: str) -> None:
     trainer.predict(Staged(), Batches(rows))  # type: ignore[arg-type]
 
 
-@pytest.mark.quick("fsdp")
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["fsdp", "zero1"])
 def test_a_data_rank_that_ends_early_in_prediction(engine: str) -> None:
     match = "the loader of ranks 2, 3 ended after 3 batches, but that of ranks 0, 1 has batch 4"

@@ -216,6 +216,7 @@ def test_a_single_process_stops_too() -> None:
     assert same
 
 
+@pytest.mark.quick("fp16 scaler")
 @pytest.mark.parametrize("precision", ["32-true", "fp16 scaler"])
 def test_left_alone(precision: str) -> None:
     settings = {**RING, "check_finite": precision != "32-true"}
@@ -311,6 +312,7 @@ def floats(rank: int, world_size: int) -> str:
     return str(refused.value)
 
 
+@pytest.mark.nightly
 def test_the_field_of_the_batch_is_named() -> None:
     for said in run_ranks(2, floats):
         assert "step 3: NaN or inf in the loss of ranks 0 and 1, and in gradients on ranks" in said

@@ -98,6 +98,7 @@ def transformed(_rank: int, world_size: int, settings: dict[str, Any] | None) ->
     return module.got[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")
 def test_transforms_of_the_model_in_a_hook() -> None:
     (want,) = run_ranks(1, transformed, None)
@@ -117,6 +118,7 @@ def maps_part(rank: int, world_size: int) -> None:
     trainer_of(world_size, RING).fit(MapsPart(), loader(2))
 
 
+@pytest.mark.nightly
 def test_a_transform_over_a_part_of_a_batch() -> None:
     match = "PlainLlama is called with this rank's part of a batch outside of the step"
     expect_on_every_rank(2, maps_part, error=ConfigError, match=match)
@@ -150,7 +152,7 @@ def generated(_rank: int, world_size: int, settings: dict[str, Any] | None) -> l
     return module.got
 
 
-@pytest.mark.quick("zero1")
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["fsdp", "zero1"])
 def test_generate_between_steps_ends_when_that_of_all_ranks_does(engine: str) -> None:
     (want,) = run_ranks(1, generated, None)
@@ -185,7 +187,7 @@ def changed(_rank: int, world_size: int, settings: dict[str, Any] | None) -> Any
     return weights(module), trainer.callback_metrics["val_loss"]
 
 
-@pytest.mark.quick("ddp")
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero1"])
 def test_weights_that_a_validation_changed_are_those_of_the_next_step(engine: str) -> None:
     (want,) = run_ranks(1, changed, None)

@@ -81,6 +81,7 @@ def test_a_hook_that_averages_gives_the_gradients_of_one_process(driver: Any) ->
         close(got, want)
 
 
+@pytest.mark.nightly
 def test_the_hook_and_its_wrapper_are_what_averages() -> None:
     want = run_ranks(1, by_trainer, None)[0]
     for got in run_ranks(2, by_trainer, Counting(0.5), doubled):

@@ -70,6 +70,7 @@ def empty(rank: int, world_size: int, engine: str, offload: bool) -> Any:
     return weights, bool(loss.isfinite())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("engine", "offload"), [("fsdp", False), ("zero1", True)])
 def test_what_is_built_without_memory_has_the_values_of_one_process(
     engine: str, offload: bool
@@ -173,7 +174,7 @@ def lower(rank: int, world_size: int, more: Any, precision: str | None) -> Any:
     return seen[0], {p.dtype for p in module.parameters()}, first.gradient
 
 
-@pytest.mark.quick("more1-*")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("more", "precision", "stored"),
     [

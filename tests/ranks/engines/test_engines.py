@@ -139,7 +139,7 @@ def counted(rank: int, world_size: int, engine: str, accumulate: int) -> dict[st
     return calls
 
 
-@pytest.mark.quick("fsdp")
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", SHARDING)
 def test_a_window_reduces_once(engine: str) -> None:
     once, thrice = (run_ranks(2, counted, engine, n)[0] for n in (1, 3))
@@ -296,6 +296,7 @@ class Thawing(Small):
         self.model.head.requires_grad_(batch_idx < 4)
 
 
+@pytest.mark.nightly
 def test_layers_that_freeze_and_thaw() -> None:
     want, _ = run_ranks(1, train, None, Thawing, ())[0]
     for got, _ in run_ranks(2, train, {**RING, "data_parallel": "fsdp"}, Thawing, ()):
@@ -390,6 +391,7 @@ def share_again(rank: int, world_size: int) -> None:
         trainer_of(world_size, {**RING, "data_parallel": "fsdp"}).fit(module, loader(2))
 
 
+@pytest.mark.nightly
 def test_a_module_of_another_run() -> None:
     match = "was sharded before, by another strategy"
     expect_on_every_rank(2, share_again, error=ConfigError, match=match)

@@ -148,7 +148,7 @@ def stepped(rank: int, world: int, settings: dict[str, Any], act: Callable[[Scri
     return weights(script.models[0])
 
 
-@pytest.mark.quick("another_optimizer-ddp", "given_up-fsdp")
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("act", [another_optimizer, given_up])
 def test_windows_that_are_averaged_in_the_end_step(

@@ -212,14 +212,14 @@ def test_as_in_one_process(kind: str, settings: Settings, options: Settings) -> 
         torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
 
 
-@pytest.mark.quick("frozen for the forward")
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", PARTS)
 def test_parts_of_the_model_as_in_one_process(kind: str) -> None:
     for got in run_ranks(2, fitted, {**RING, **UNUSED}, kind):
         torch.testing.assert_close(got, alone(kind), rtol=0, atol=1e-10)
 
 
-@pytest.mark.quick("a part by hand-fsdp")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "engine"),
     [
@@ -232,6 +232,7 @@ def test_every_engine_as_in_one_process(kind: str, engine: str) -> None:
         torch.testing.assert_close(got, alone(kind), rtol=0, atol=1e-10)
 
 
+@pytest.mark.quick("a part by hand", "at the end")
 @pytest.mark.parametrize("kind", PARTS)
 def test_parts_of_the_model_are_refused_if_nobody_said_so(kind: str) -> None:
     """At once: the ranks would go apart, and say so a step later, or never."""

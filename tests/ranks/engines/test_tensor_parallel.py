@@ -40,11 +40,13 @@ def equal_to_one_process(run: Run, ranks: int, tolerance: float, **more: Any) ->
     compare(results, baseline(alone), tolerance)
 
 
+@pytest.mark.nightly
 def test_hugging_face_on_two_times_two_ranks() -> None:
     """Its loss is computed by transformers, on sharded logits; its norms are float32 inside."""
     equal_to_one_process(Run(model="hf", steps=8, clip=1.0), 4, 1e-6)
 
 
+@pytest.mark.nightly
 def test_packed_documents_and_accumulation() -> None:
     equal_to_one_process(Run(packed=True, steps=6, accumulate=2, clip=0.3), 4, 1e-10)
 
@@ -90,6 +92,7 @@ class Dropping(Small):
 KINDS = {"small": Small, "dropping": Dropping}
 
 
+@pytest.mark.nightly
 def test_dropout_of_whole_activations_is_that_of_one_process() -> None:
     for got in run_ranks(2, fitted, {**FSDP, "context_parallel_size": 1}, "dropping"):
         close(got, plain("dropping"))
@@ -103,11 +106,13 @@ STYLES = {
 }
 
 
+@pytest.mark.nightly
 def test_a_plan_of_the_users_own() -> None:
     for got in run_ranks(4, fitted, {**FSDP, "tensor_parallel_plan": STYLES}, "small"):
         close(got, plain("small"))
 
 
+@pytest.mark.nightly
 def test_one_rank_reads_for_all_that_share_a_sample() -> None:
     for got in run_ranks(4, fitted, {**FSDP, "batch_sync": "broadcast"}, "small"):
         close(got, plain("small"))
@@ -137,6 +142,7 @@ def _local(x: Any) -> int:
     return x.to_local().numel()
 
 
+@pytest.mark.nightly
 def test_a_rank_holds_its_part_of_a_part() -> None:
     """cp 2 x tp 2: shared layers are a quarter each, norms a half."""
     for parameters, state, form in run_ranks(4, held):

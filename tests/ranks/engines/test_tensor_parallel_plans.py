@@ -141,12 +141,14 @@ def test_plain_models_equal_one_process(kind: str, ranks: int) -> None:
         assert "norm.weight" not in sharded
 
 
+@pytest.mark.nightly
 def test_four_ranks_that_have_a_head_or_two() -> None:
     for loss, gradient, _ in run_ranks(4, compare, "plain", None, {"num_kv_heads": 4}):
         assert loss <= 1e-12
         assert gradient <= 1e-12
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("plan", "count"), [("by hand", 6), ("styles", 9)])
 def test_a_plan_of_the_users_own(plan: str, count: int) -> None:
     for loss, gradient, sharded in run_ranks(2, compare, "plain", plan, {}):

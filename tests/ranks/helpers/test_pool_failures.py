@@ -91,6 +91,7 @@ def stop_on_rank_1(rank: int, world_size: int) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+@pytest.mark.nightly
 def test_a_hang_ends_at_the_limit_and_says_where() -> None:
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
@@ -139,6 +140,7 @@ def test_a_stack_that_is_written_slowly_is_waited_for(tmp_path: Path) -> None:
             process.kill()
 
 
+@pytest.mark.nightly
 def test_ranks_that_wait_for_a_failed_one_are_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_master, "GRACE", 1.0)
     with pytest.raises(RankError, match="rank 0 raised: ValueError: gone") as caught:
@@ -147,6 +149,7 @@ def test_ranks_that_wait_for_a_failed_one_are_cut_short(monkeypatch: pytest.Monk
     assert "in barrier" in caught.value.reports[1].trace
 
 
+@pytest.mark.nightly
 def test_a_stopped_rank_is_reported_and_killed() -> None:
     with pytest.raises(RankError, match="the process does not react"):
         run_ranks(2, stop_on_rank_1, timeout=1.0)
@@ -173,6 +176,7 @@ def reduce_on_rank_0(rank: int, world_size: int) -> None:
         dist.all_reduce(torch.ones(1), async_op=True)
 
 
+@pytest.mark.nightly
 def test_ranks_out_of_step_fail_their_own_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_master, "SETTLE_LIMIT", 2.0)
     monkeypatch.setattr(pool_master, "GRACE", 1.0)

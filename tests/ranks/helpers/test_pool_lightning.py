@@ -74,6 +74,7 @@ def fit(rank: int, world_size: int, trainers: int) -> list[tuple[torch.Tensor, l
     return results
 
 
+@pytest.mark.nightly
 def test_trainers_of_all_sizes_agree_and_do_not_interfere() -> None:
     (alone,) = run_ranks(1, fit, 1)
     weight, seen = alone[0]

@@ -18,6 +18,7 @@ def fabric_run(folder: Path, script: str, **options: str) -> list[Done]:
     return ranks(folder, own, SCRIPTS / script, folder)
 
 
+@pytest.mark.nightly
 def test_the_name_on_the_command_line(tmp_path: Path) -> None:
     all_succeeded(fabric_run(tmp_path, "fabric.py", LT_STRATEGY="ulysses_ring"))
     came_to_the_same(tmp_path)

@@ -49,7 +49,7 @@ def within(seconds: float, condition: object) -> bool:
     return False
 
 
-@pytest.mark.quick("ctrl-c", "term")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("number", "deaf"),
     [

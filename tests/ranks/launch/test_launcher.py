@@ -7,6 +7,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.helpers.launch.programs import OURS, program, run
 
 RAISES_AT_2 = "if config.x == 2: raise ValueError('two is too many')"
@@ -32,6 +34,7 @@ def test_every_job_is_a_single_run_in_a_process_of_its_own(tmp_path: Path) -> No
     assert len({job["pid"] for job in jobs}) == 2
 
 
+@pytest.mark.nightly
 def test_there_is_one_output_tree(tmp_path: Path) -> None:
     folder = "hydra.sweep.subdir=${hydra:job.override_dirname}"
     done = run(tmp_path, program(tmp_path), "-m", OURS, "+x=1,2", "+y='a=b, \"c\\''", folder)
@@ -44,6 +47,7 @@ def test_there_is_one_output_tree(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"app.py", "multirun"}
 
 
+@pytest.mark.nightly
 def test_no_job_takes_itself_for_a_rank_of_another_run(tmp_path: Path) -> None:
     stale = {
         "LOCAL_RANK": "3",
@@ -56,6 +60,7 @@ def test_no_job_takes_itself_for_a_rank_of_another_run(tmp_path: Path) -> None:
     assert [job["ranks"] for job in said(done)] == [{}, {}], done.stderr
 
 
+@pytest.mark.nightly
 def test_a_job_that_fails_in_the_middle_stops_no_other(tmp_path: Path) -> None:
     done = run(tmp_path, program(tmp_path, RAISES_AT_2), "-m", OURS, "+x=1,2,3")
     assert [job["config"]["x"] for job in said(done)] == [1, 2, 3]
@@ -66,6 +71,7 @@ def test_a_job_that_fails_in_the_middle_stops_no_other(tmp_path: Path) -> None:
     assert "launcher.py" not in done.stderr  # no traceback of ours
 
 
+@pytest.mark.nightly
 def test_a_job_ended_by_a_signal_is_a_job_that_failed(tmp_path: Path) -> None:
     killed = "os.kill(os.getpid(), 9)"
     done = run(tmp_path, program(tmp_path, killed), "-m", OURS, "+x=1")
@@ -96,6 +102,7 @@ ConfigStore.instance().store(group="hydra/sweeper", name="downhill", node=node)
 """
 
 
+@pytest.mark.nightly
 def test_what_jobs_return_reaches_an_optimising_sweeper(tmp_path: Path) -> None:
     plugin = tmp_path / "site" / "hydra_plugins" / "downhill"  # another part of the namespace
     plugin.mkdir(parents=True)
@@ -119,12 +126,14 @@ def test_what_jobs_return_reaches_an_optimising_sweeper(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
+@pytest.mark.nightly
 def test_a_value_that_cannot_be_pickled_is_none_and_said(tmp_path: Path) -> None:
     done = run(tmp_path, program(tmp_path, "return lambda: 1"), "-m", OURS, "+x=1")
     assert done.returncode == 0, done.stderr
     assert "The sweep gets None of this job: what it returned cannot be pickled" in done.stderr
 
 
+@pytest.mark.nightly
 def test_where_configs_are_is_kept(tmp_path: Path) -> None:
     for folder, name, text in (
         ("given", "chosen.yaml", "defaults: [_self_, part: one]\nplace: given\n"),
@@ -148,6 +157,7 @@ def test_where_configs_are_is_kept(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.nightly
 def test_settings_of_hydra_hold_in_the_jobs(tmp_path: Path) -> None:
     done = run(
         tmp_path,
@@ -161,6 +171,7 @@ def test_settings_of_hydra_hold_in_the_jobs(tmp_path: Path) -> None:
     assert f"AT {job['folder']}" in done.stdout
 
 
+@pytest.mark.nightly
 def test_a_module_is_run_again_as_a_module(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()
@@ -171,6 +182,7 @@ def test_a_module_is_run_again_as_a_module(tmp_path: Path) -> None:
     assert done.stdout.count("BESIDE 7") == 2, done.stderr
 
 
+@pytest.mark.nightly
 def test_a_program_without_a_file_is_refused(tmp_path: Path) -> None:
     app = program(tmp_path)
     code = f"import sys; sys.argv[0] = '-c'; exec(open({str(app)!r}).read())"
@@ -179,6 +191,7 @@ def test_a_program_without_a_file_is_refused(tmp_path: Path) -> None:
     assert "every job runs the program again, but '-c' is not a file" in done.stderr
 
 
+@pytest.mark.nightly
 def test_a_sweep_under_torchrun_is_refused(tmp_path: Path) -> None:
     done = run(tmp_path, program(tmp_path), "-m", OURS, "+x=1", TORCHELASTIC_RUN_ID="1")
     assert done.returncode == 1

@@ -80,6 +80,7 @@ def test_by_class_in_a_config_and_again_by_the_config_that_was_saved(tmp_path: P
     came_to_the_same(tmp_path / "again", mode="ring")
 
 
+@pytest.mark.nightly
 def test_a_bad_setting_is_named_by_the_strategy(tmp_path: Path) -> None:
     chosen = ("--trainer.strategy=lightning_cp.UlyssesRingStrategy", "--trainer.devices=2")
     done = fit(tmp_path / "run", *chosen, "--trainer.strategy.mode=rings")
@@ -88,6 +89,7 @@ def test_a_bad_setting_is_named_by_the_strategy(tmp_path: Path) -> None:
     assert all(says in one.output for one in done)  # jsonargparse makes it an error of its own
 
 
+@pytest.mark.nightly
 def test_an_unknown_setting_is_named_by_lightning_cli(tmp_path: Path) -> None:
     chosen = ("--trainer.strategy=lightning_cp.UlyssesRingStrategy", "--trainer.devices=2")
     done = fit(tmp_path / "run", *chosen, "--trainer.strategy.rings=2")

@@ -149,7 +149,7 @@ def test_where_no_sample_is_shared_ddp_decides(told: Callable[[Variables], None]
 # -- in programs --------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("RANK-fabric.py", "LOCAL_RANK-trainer.py")
+@pytest.mark.quick("LOCAL_RANK-trainer.py")
 @pytest.mark.parametrize("script", ["trainer.py", "fabric.py"])
 @pytest.mark.parametrize(
     ("second", "match"),

@@ -50,6 +50,7 @@ def fit(
     return strategy.mesh.ulysses_size, strategy.mesh.ring_size
 
 
+@pytest.mark.nightly
 def test_auto_keeps_ulysses_within_a_node() -> None:
     """Four heads on four ranks: Ulysses over all of them on one node, over the pairs on two."""
     assert run_ranks(4, fit, 4, PoolEnvironment) == [(4, 1)] * 4
@@ -102,7 +103,7 @@ def order(rank: int, world_size: int, settings: Settings | None, shuffle: bool) 
     return [seen[: len(seen) // 2], seen[len(seen) // 2 :]]
 
 
-@pytest.mark.quick("True")
+@pytest.mark.nightly
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_samples_come_in_the_order_of_one_process(shuffle: bool) -> None:
     (want,) = run_ranks(1, order, None, shuffle)

@@ -122,7 +122,7 @@ def combined(rank: int, world_size: int, settings: Settings | None, mode: str) -
     return weights(module), trainer.global_step
 
 
-@pytest.mark.quick("max_size_cycle-broadcast")
+@pytest.mark.nightly
 @pytest.mark.parametrize("settings", [RING, BROADCAST], ids=["check", "broadcast"])
 @pytest.mark.parametrize("mode", ["dict", "min_size", "max_size", "max_size_cycle"])
 def test_training_on_several_loaders(mode: str, settings: Settings) -> None:
@@ -231,7 +231,7 @@ def streamed(rank: int, world_size: int, settings: Settings | None) -> torch.Ten
     return weights(module)
 
 
-@pytest.mark.quick("broadcast")
+@pytest.mark.nightly
 @pytest.mark.parametrize("settings", [RING, BROADCAST], ids=["check", "broadcast"])
 def test_data_ranks_that_shard_a_stream_equal_plain_ddp(settings: Settings) -> None:
     want, same = run_ranks(2, streamed, None)

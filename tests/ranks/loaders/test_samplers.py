@@ -147,7 +147,7 @@ def seen(rank: int, world_size: int, settings: Settings | None, kind: str, injec
 KINDS = ["in order", "shuffled", "own sampler", "own batches", "distributed", "other names"]
 
 
-@pytest.mark.quick("distributed-False")
+@pytest.mark.nightly
 @pytest.mark.parametrize("inject", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_sample_at_a_time_is_the_order_of_one_process(kind: str, inject: bool) -> None:
@@ -157,7 +157,7 @@ def test_one_sample_at_a_time_is_the_order_of_one_process(kind: str, inject: boo
         close(got[1], want[1])
 
 
-@pytest.mark.quick("own sampler-True")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "inject"),
     [(kind, True) for kind in KINDS[:-1]] + [("distributed", False), ("other names", False)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
@@ -33,6 +34,7 @@ def predict_three(rank: int, world_size: int) -> int:
     return len(outputs)
 
 
+@pytest.mark.nightly
 def test_prediction_of_three_samples_on_two_data_ranks_does_not_hang() -> None:
     assert run_ranks(4, predict_three) == [2, 2, 1, 1]
 
@@ -70,12 +72,14 @@ def fit_one(rank: int, world_size: int, kind: type[HFModule], labels: str = "aut
     make_trainer(run, world_size, []).fit(module, DataLoader(data), DataLoader(data))
 
 
+@pytest.mark.nightly
 def test_labels_changed_in_place_are_noticed() -> None:
     expect_on_every_rank(
         2, fit_one, ChangesLabels, error=ConfigError, match="were changed after it was sharded"
     )
 
 
+@pytest.mark.nightly
 def test_a_loss_outside_of_the_model_must_be_declared() -> None:
     match = "called without labels.*declare labels='shift'"
     expect_on_every_rank(2, fit_one, ShiftsItself, error=ConfigError, match=match)
@@ -119,11 +123,13 @@ def fit_uneven(rank: int, world_size: int, kind: type[PlainModule]) -> bool:
     return any(bool(weight.isnan().any()) for weight in module.parameters())
 
 
+@pytest.mark.nightly
 def test_a_rank_without_targets_is_not_blamed_for_the_overflow_of_another() -> None:
     match = "step 1: NaN or inf in gradients on ranks 0 and 1, first that of model.embed.weight"
     expect_on_every_rank(2, fit_uneven, Overflows, error=NonFiniteError, match=match)
 
 
+@pytest.mark.nightly
 def test_a_rank_without_targets_is_blamed_for_its_own_nan() -> None:
     match = "the loss is nan on a rank whose part of the sequence has no valid label"
     expect_on_every_rank(2, fit_uneven, HasNaN, error=LightningCPError, match=match)

@@ -48,7 +48,7 @@ def test_a_loader_that_ends_early_in_a_group(kind: str, stage: str) -> None:
     expect_on_every_rank(2, ends_early, RING, kind, stage, error=BatchMismatchError, match=match)
 
 
-@pytest.mark.quick("settings0*")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("settings", "ended", "going"),
     [(FOUR, "ranks 2, 3", "ranks 0, 1"), (FOUR_BROADCAST, "rank 2", "rank 0")],
@@ -71,12 +71,14 @@ def test_data_ranks_may_have_different_numbers_elsewhere(settings: Settings, kin
     assert run_ranks(4, ends_early, settings, kind, "predict") == [4, 4, 3, 3]
 
 
+@pytest.mark.quick("predict")
 @pytest.mark.parametrize("stage", ["fit", "predict"])
 def test_lengths_are_compared_before_the_first_batch(stage: str) -> None:
     match = r"loaders of different lengths, in batches \(rank 0: 4, rank 1: 3\)"
     expect_on_every_rank(2, ends_early, RING, "sized", stage, error=BatchMismatchError, match=match)
 
 
+@pytest.mark.nightly
 def test_lengths_of_data_ranks() -> None:
     match = r"different lengths, in batches \(rank 0: 4, rank 1: 4, rank 2: 3, rank 3: 3\)"
     expect_on_every_rank(4, ends_early, FOUR, "sized", "fit", error=BatchMismatchError, match=match)
@@ -86,6 +88,7 @@ def test_lengths_of_data_ranks() -> None:
     )
 
 
+@pytest.mark.nightly
 def test_lengths_count_as_far_as_they_are_used() -> None:
     assert run_ranks(4, ends_early, FOUR, "limited", "fit") == [3] * 4
 
@@ -141,7 +144,7 @@ def fails(rank: int, world_size: int, settings: Settings, kind: str, stage: str)
     getattr(trainer, stage)(Small(), DataLoader(made[kind], 2))
 
 
-@pytest.mark.quick("map-check-fit")
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", ["fit", "predict"])
 @pytest.mark.parametrize("settings", [RING, BROADCAST], ids=["check", "broadcast"])
 @pytest.mark.parametrize("kind", ["map", "stream", "begin"])
@@ -186,6 +189,7 @@ def test_a_stream_that_is_not_sharded(settings: Settings) -> None:
     expect_on_every_rank(4, trains_on_stream, settings, "none", error=ConfigError, match=match)
 
 
+@pytest.mark.nightly
 def test_a_stream_that_is_sharded_over_the_world() -> None:
     match = "disagree on .*strategy.data_rank.*batch_sync='broadcast'"
     expect_on_every_rank(4, trains_on_stream, FOUR, "world", error=BatchMismatchError, match=match)

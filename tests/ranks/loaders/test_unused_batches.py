@@ -107,7 +107,7 @@ def in_one_process(case: Any) -> Any:
     return run_ranks(1, case, None)[0]
 
 
-@pytest.mark.quick("all_stages-ring")
+@pytest.mark.nightly
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("case", [all_stages, of_hugging_face, evaluated])
 def test_batches_that_are_left_out(case: Any, grid: str) -> None:

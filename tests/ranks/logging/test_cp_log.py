@@ -195,6 +195,7 @@ def test_with_data_parallelism_every_token_of_all_ranks_counts_the_same() -> Non
                 assert report["metrics"][name] == pytest.approx(mean, rel=1e-12), name
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist=True:UserWarning")
 def test_epoch_means_of_uneven_data_ranks_are_not_cut_off() -> None:
     """Two batches of 3 rows and three of 5: Lightning would divide by 10 instead of 10.5."""
@@ -219,6 +220,7 @@ def of_unknown_heads(rank: int, world_size: int, settings: Settings | None) -> f
     return float(trainer.callback_metrics["tokens"])
 
 
+@pytest.mark.nightly
 def test_the_mesh_may_come_after_the_callbacks_setup() -> None:
     (want,) = run_ranks(1, of_unknown_heads, None)
     got = run_ranks(2, of_unknown_heads, {"padding": True})
@@ -259,6 +261,7 @@ class AVector(Refused):
     wrong: Any = torch.zeros(3)
 
 
+@pytest.mark.nightly
 def test_what_it_does_not_take() -> None:
     match = "cp_log does not take reduce_fx"
     expect_on_every_rank(2, watched, RING, AnOption, error=ConfigError, match=match)

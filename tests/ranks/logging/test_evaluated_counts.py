@@ -227,7 +227,7 @@ def of_hugging_face(
     return float(trainer.callback_metrics["val_loss"]), said
 
 
-@pytest.mark.quick("ring")
+@pytest.mark.nightly
 @pytest.mark.parametrize("grid", GRIDS)
 def test_the_loss_of_a_hugging_face_model_without_a_word(grid: str) -> None:
     ranks, settings = GRIDS[grid]
@@ -341,6 +341,7 @@ def test_a_model_that_gives_nan_is_not_explained(train: bool) -> None:
         assert not said
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("train", [True, False], ids=["trains", "validates"])
 def test_losses_within_function_transforms_leave_nothing(train: bool) -> None:
     """A tensor of a transform is dead once that has ended."""

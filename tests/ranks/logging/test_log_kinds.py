@@ -127,6 +127,7 @@ class Kept(EpochEnds):
         self.found = self.losses
 
 
+@pytest.mark.nightly
 def test_at_epoch_ends_values_that_differ_are_averaged_and_told() -> None:
     first, second = run_ranks(2, watched, RING, Kept, test=False)
     a, b = first["module"][0], second["module"][0]
@@ -188,6 +189,7 @@ def loaders(rank: int, world_size: int, settings: Any) -> tuple[dict[str, float]
     return {name: float(x) for name, x in trainer.callback_metrics.items()}, bool(left)
 
 
+@pytest.mark.nightly
 def test_several_loaders_and_ranks_that_log_alone() -> None:
     ((want, _),) = run_ranks(1, loaders, None)
     assert "val_epoch/dataloader_idx_1" in want
@@ -212,7 +214,7 @@ def norms_alone() -> Report:
     return want
 
 
-@pytest.mark.quick("fsdp")
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["fsdp", "zero1"])
 def test_what_is_spread_over_ranks_is_logged_whole(engine: str) -> None:
     for got in run_ranks(2, watched, {**RING, "data_parallel": engine}, Norms, test=False):

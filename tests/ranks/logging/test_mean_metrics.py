@@ -63,6 +63,7 @@ class Weighted(Averages):
     what = "weights"
 
 
+@pytest.mark.nightly
 def test_a_metric_that_averages_losses_of_ranks_is_said_once() -> None:
     reports = run_ranks(2, watched, RING, Averages, (6, 6), False)
     told = [x for report in reports for x in report["told"]]

@@ -105,6 +105,7 @@ class OnStep(Logs):
         return loss
 
 
+@pytest.mark.nightly
 def test_a_metric_that_differs_at_the_step_is_told_and_right_for_the_epoch() -> None:
     (want,) = run_ranks(1, watched, None, OnStep, test=False)
     first, second = run_ranks(2, watched, RING, OnStep, test=False)
@@ -126,6 +127,7 @@ class NotWhole(Measured):
     context_parallel_replicated_metrics: ClassVar = ("tokens",)
 
 
+@pytest.mark.nightly
 def test_wrong_declarations() -> None:
     match = "names 'row', but the module's metrics are perplexity, tokens, local"
     expect_on_every_rank(2, watched, RING, Unknown, error=ConfigError, match=match)

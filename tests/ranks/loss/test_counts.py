@@ -114,7 +114,7 @@ CASES: list[Any] = [
 ]
 
 
-@pytest.mark.quick("ulysses 2, weights of classes")
+@pytest.mark.nightly
 @pytest.mark.parametrize(("ranks", "settings", "way"), CASES)
 def test_what_is_declared_is_what_a_loss_is_weighted_by(
     ranks: int, settings: Settings, way: Any
@@ -124,6 +124,7 @@ def test_what_is_declared_is_what_a_loss_is_weighted_by(
         close(got, alone(way, *options.items()))
 
 
+@pytest.mark.nightly
 def test_with_manual_optimization_and_a_check_that_is_left_out() -> None:
     for got in run_ranks(2, trained, RING, by_hand, {"manual": True}):
         close(got, alone(by_hand, ("manual", True)))
@@ -199,7 +200,7 @@ def test_a_number_that_differs_between_ranks_is_refused(options: dict[str, Any])
     )
 
 
-@pytest.mark.quick("classes_undeclared")
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", [undeclared, classes_undeclared, also_undeclared])
 def test_the_parity_check_names_other_counts_as_the_cause(way: Any) -> None:
     """And no way to train all the same: the first step would be refused."""
@@ -233,6 +234,7 @@ def fits_two(rank: int, world_size: int, settings: Settings) -> None:
     trainer.fit(Masked(mean_by_hand), loader(2), loader(2))
 
 
+@pytest.mark.nightly
 def test_what_one_module_declares_says_nothing_of_the_next() -> None:
     match = "not known what this loss is a mean over"
     expect_on_every_rank(2, fits_two, {**RING, **OFF}, error=ConfigError, match=match)
@@ -264,7 +266,7 @@ def fits_after_an_error(
     return weights(module)
 
 
-@pytest.mark.quick("without_a_number")
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", [undeclared, without_a_number])
 def test_a_window_that_an_error_has_ended_says_nothing_of_the_next(way: Any) -> None:
     settings = {**RING, **OFF, "step_timeout": None}
@@ -332,7 +334,7 @@ def of_a_whole_row(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.
     return F.cross_entropy(logits, labels) + 0.3 * further
 
 
-@pytest.mark.quick("with_a_metric")
+@pytest.mark.nightly
 @pytest.mark.filterwarnings(
     "ignore:self.log.'other', .* in validation_step was given a mean over other"
 )

@@ -241,7 +241,7 @@ def test_a_number_within_a_regulariser_is_refused_where_it_differs(
     )
 
 
-@pytest.mark.quick("ring 2")
+@pytest.mark.nightly
 @GRIDS
 def test_a_number_of_the_whole_sample_is_exact(ranks: int, settings: Settings) -> None:
     want = alone(by_the_whole_number)
@@ -457,6 +457,7 @@ def fitted(rank: int, world_size: int, settings: Settings | None, whole: bool) -
     return weights(module)
 
 
+@pytest.mark.nightly
 def test_in_a_trainer_too() -> None:
     want = run_ranks(1, fitted, None, True)[0]
     for got in run_ranks(2, fitted, {**RING, "parity_check": "off"}, True):
@@ -498,6 +499,7 @@ def drew(
     return weights(module), module.drawn
 
 
+@pytest.mark.nightly
 def test_random_masks_are_weighted_as_the_same_draws_in_one_process() -> None:
     every = run_ranks(3, drew, {**RING3, "parity_check": "off"}, 2)
     drawn = every[0][1]
@@ -531,6 +533,7 @@ def of_all_targets(rank: int, world_size: int, drawn: Any) -> torch.Tensor:
     return weights(module)
 
 
+@pytest.mark.nightly
 def test_in_a_window_all_targets_that_were_drawn_weigh_the_same() -> None:
     settings = {**RING, "parity_check": "off", "token_weighting": "global"}
     every = run_ranks(2, drew, settings, 2)
@@ -563,6 +566,7 @@ def bert(rank: int, world_size: int, settings: Settings | None) -> torch.Tensor:
     return weights(module)
 
 
+@pytest.mark.nightly
 def test_a_hugging_face_model_takes_labels_that_the_step_drew() -> None:
     want = run_ranks(1, bert, None)[0]
     for got in run_ranks(2, bert, {**RING, "labels": "auto"}):
@@ -590,6 +594,7 @@ def causal(rank: int, world_size: int, settings: Settings | None, more: int) -> 
     return weights(module)
 
 
+@pytest.mark.nightly
 def test_what_is_declared_for_a_hugging_face_model_is_what_it_counts() -> None:
     settings = {**RING, "labels": "auto", "parity_check": "off"}
     want = run_ranks(1, causal, None, 0)[0]

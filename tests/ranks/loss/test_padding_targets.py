@@ -81,7 +81,7 @@ def alone(way: Way) -> Any:
     return run_ranks(1, trained, None, way, {})[0]
 
 
-@pytest.mark.quick("ring 3")
+@pytest.mark.nightly
 @pytest.mark.parametrize(("ranks", "settings", "way"), CASES)
 def test_padding_that_is_left_out_neither_counts_nor_trains(
     ranks: int, settings: Settings, way: Way
@@ -173,6 +173,7 @@ def test_padding_is_refused_before_a_weight_changes(
     )
 
 
+@pytest.mark.nightly
 def test_the_parity_check_names_padding_and_no_other_cause() -> None:
     match = rf"parity check on {2 * LENGTH} tokens: .*padding on rank \d.*token_mask"
     expect_on_every_rank(2, refused, RING, counted, {}, error=ConfigError, match=match)
@@ -215,7 +216,7 @@ def looped(rank: int, world_size: int, settings: Settings | None, leaves_out: bo
     return losses, loop.weights()
 
 
-@pytest.mark.quick("ring 3")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "settings", [RING, RING3, ULYSSES, HYBRID], ids=["ring", "ring 3", "ulysses", "hybrid"]
 )

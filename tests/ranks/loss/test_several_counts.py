@@ -163,6 +163,7 @@ def test_a_sum_of_losses_is_refused(run: Any, grid: str) -> None:
     expect_on_every_rank(ranks, run, settings, "sum", error=ConfigError, match=match)
 
 
+@pytest.mark.nightly
 def test_a_logged_sum_is_said_once() -> None:
     (_, _, said), (_, _, others) = run_ranks(2, trained, RING, "logged sum")
     assert len(said) == 1

@@ -126,13 +126,14 @@ CASES: list[Any] = [
 ]
 
 
-@pytest.mark.quick("ring 2, windows of 3", "2 data ranks, ring 2")
+@pytest.mark.quick("ring 2, windows of 3")
 @pytest.mark.parametrize(("world_size", "plan", "more"), CASES)
 def test_trainer_equals_a_loop_by_hand(world_size: int, plan: Plan, more: Settings) -> None:
     for got in run_ranks(world_size, trained, plan, more):
         close(got, want(plan))
 
 
+@pytest.mark.nightly
 def test_it_differs_from_the_mean_of_micro_batches() -> None:
     plan = Plan(2, 3, clip=None)
     other = run_ranks(4, trained, plan, {**RING2, "token_weighting": "micro_batch"})[0]
@@ -206,7 +207,7 @@ def stepped_by_fabric(
     return weights(plain)
 
 
-@pytest.mark.quick("stepped_by_module-0.05", "stepped_by_fabric-None")
+@pytest.mark.nightly
 @pytest.mark.parametrize("clip", [0.05, None])
 @pytest.mark.parametrize("stepped", [stepped_by_module, stepped_by_fabric])
 def test_loops_of_ones_own_equal_a_loop_by_hand(stepped: Any, clip: float | None) -> None:
@@ -286,7 +287,7 @@ def alternating(rank: int, world_size: int, data_ranks: int | None, emptied: boo
     return weights(module)
 
 
-@pytest.mark.quick("to zero")
+@pytest.mark.nightly
 @pytest.mark.parametrize("emptied", [True, False], ids=["to None", "to zero"])
 def test_optimizers_with_windows_of_their_own(emptied: bool) -> None:
     (alone_,) = run_ranks(1, alternating, None, emptied)
@@ -332,6 +333,7 @@ def taking_turns(rank: int, world_size: int) -> torch.Tensor:
     return weights(module)
 
 
+@pytest.mark.nightly
 def test_windows_that_overlap_while_layers_take_turns() -> None:
     (alone_,) = run_ranks(1, taking_turns)
     for got in run_ranks(2, taking_turns):

@@ -111,7 +111,7 @@ def test_loss_and_gradients_are_those_of_one_process(model: str, size: str) -> N
     compare(case, *SIZES[size])
 
 
-@pytest.mark.quick("-right", "keep-packed")
+@pytest.mark.nightly
 @pytest.mark.parametrize("batch", ["right", "packed"])
 @pytest.mark.parametrize("checkpoint", ["", "keep"])
 def test_padded_packed_and_checkpointed(batch: str, checkpoint: str) -> None:
@@ -142,6 +142,7 @@ def sizes_of(rank: int, world_size: int, chunked: bool) -> int:
         runtime.detach()
 
 
+@pytest.mark.nightly
 def test_no_tensor_is_as_large_as_the_logits() -> None:
     """20 tokens of 3 rows on each rank; the weight is [3000, 8]."""
     assert run_ranks(2, sizes_of, False) == [3 * 20 * 3000] * 2

@@ -64,13 +64,13 @@ def test_losses_and_weights_are_those_of_one_process(
     compare(Run((*SAVING[saving], *more.items()), fabric), ranks)
 
 
-@pytest.mark.quick("chunked")
+@pytest.mark.nightly
 @pytest.mark.parametrize("saving", SAVING)
 def test_weights_that_are_not_tied_and_windows_of_accumulation(saving: str) -> None:
     compare(Run((*SAVING[saving], ("data_parallel", "fsdp")), tied=False, accumulate=2), 2)
 
 
-@pytest.mark.quick("ddp")
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_autocast(engine: str) -> None:
     """As near to one process without it as with all logits."""
@@ -115,7 +115,7 @@ def collectives(rank: int, world_size: int, run: Run) -> dict[str, int]:
     return dict(found.counts)
 
 
-@pytest.mark.quick("tiled")
+@pytest.mark.nightly
 @pytest.mark.parametrize("saving", [(("tiled_mlp", 6),), SAVING["all"]], ids=["tiled", "all"])
 def test_parameters_are_gathered_as_often_as_without(saving: Any) -> None:
     """And attention communicates as often, since its results are kept."""

@@ -68,7 +68,7 @@ def compare(case: Case, ulysses: int, ring: int) -> list[Outcome]:
 # -- rows of different lengths, and packed documents ------------------------------------------------
 
 
-@pytest.mark.quick("packed-hybrid 2x2", "left-ulysses 2", "right-ring 2", "plain-ulysses 2")
+@pytest.mark.quick("plain-ulysses 2", "right-ring 2", "left-ulysses 2")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("batch", ["plain", "right", "left", "both", "packed"])
 def test_llama_equals_one_process(batch: str, size: str) -> None:
@@ -309,6 +309,7 @@ def own_targets(rank: int, world_size: int) -> float:
     return average
 
 
+@pytest.mark.nightly
 def test_targets_of_the_step_itself() -> None:
     case = Case()
     model, batch = make_model(case), make_batch(case)

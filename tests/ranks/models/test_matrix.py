@@ -98,7 +98,7 @@ def wrong_ranks(rank: int, world_size: int, case: Case, how: str) -> Outcome:
         SwapHandle.attention = own  # type: ignore[method-assign]
 
 
-@pytest.mark.quick("packed-no exchange")
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", WRONG)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_wrong_attention_is_no_cell(batch: str, how: str) -> None:

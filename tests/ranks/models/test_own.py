@@ -22,7 +22,7 @@ from tests.helpers.pool import expect_on_every_rank, run_ranks
 MODELS = ["bloom", "falcon", "falcon_new", "falcon_alibi"]
 
 
-@pytest.mark.quick("falcon_alibi-plain", "bloom-reentrant")
+@pytest.mark.nightly
 @pytest.mark.parametrize("checkpoint", ["reentrant", "plain"])
 @pytest.mark.parametrize("model", ["bloom", "falcon_alibi"])
 def test_blocks_may_be_run_again(model: str, checkpoint: str) -> None:

@@ -116,7 +116,9 @@ def parallel(rank: int, world_size: int, sizes: tuple[int, int], how: str, again
         runtime.detach()
 
 
-@pytest.mark.quick("sizes0-*", "sizes1-local-checkpoint", "sizes1-listed-reentrant")
+@pytest.mark.quick(
+    "sizes0-local-", "sizes0-local-reentrant", "sizes0-listed-reentrant", "sizes0-listed-checkpoint"
+)
 @pytest.mark.parametrize("again", ["", "reentrant", "checkpoint"])
 @pytest.mark.parametrize("how", ["local", "listed"])
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 2)])

@@ -156,7 +156,7 @@ in_every_mode = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.quick("4-*-llama", "2-*-gpt2", "1-*-gpt2")
+@pytest.mark.quick("1-{}-gpt2", "2-{'ring_size': 1, 'ulysses_size': 2}-gpt2")
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @in_every_mode
 def test_hugging_face(kind: str, ranks: int, settings: Settings) -> None:

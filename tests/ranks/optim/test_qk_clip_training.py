@@ -123,7 +123,7 @@ def _default_dtype() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.quick("fsdp and tp-fabric", "one rank-trainer")
+@pytest.mark.quick("one rank-trainer")
 @pytest.mark.parametrize("by", [by_trainer, by_fabric], ids=["trainer", "fabric"])
 @pytest.mark.parametrize("mesh", EVERY)
 def test_weights_of_one_process(mesh: str, by: Any) -> None:
@@ -163,7 +163,7 @@ def by_muon(rank: int, world_size: int, settings: Settings) -> tuple[Weights, An
     return keep.weights[0], keep.clipped[0]
 
 
-@pytest.mark.quick("fsdp and tp")
+@pytest.mark.nightly
 @pytest.mark.parametrize("mesh", EVERY)
 def test_muon(mesh: str) -> None:
     ranks, settings = MESHES[mesh]

@@ -61,7 +61,7 @@ def hand() -> dict[str, np.ndarray]:
     return by_hand()
 
 
-@pytest.mark.quick("fsdp+tp 2x2", "ddp 4", "plain", "fsdp 2", "hsdp 2x2", "tp 2")
+@pytest.mark.quick("plain", "fsdp 2", "hsdp 2x2", "tp 2")
 @pytest.mark.parametrize("sharding", EVERY)
 def test_numbers_are_those_of_one_process(sharding: str, hand: dict[str, np.ndarray]) -> None:
     ranks = math.prod(SHARDINGS[sharding])
@@ -71,6 +71,7 @@ def test_numbers_are_those_of_one_process(sharding: str, hand: dict[str, np.ndar
             assert np.abs(found[name].numpy() - want).max() <= 1e-12 * np.abs(want).max(), name
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "sharding",
     [x if x == "fsdp+tp 2x2" else pytest.param(x, marks=pytest.mark.nightly) for x in SHARDINGS],
@@ -85,7 +86,7 @@ def test_float32(sharding: str, hand: dict[str, np.ndarray]) -> None:
             assert np.abs(found[name].numpy() - want).max() <= 1e-6 * np.abs(want).max(), name
 
 
-@pytest.mark.quick("fsdp+tp 2x2", "hsdp 2x2", "plain")
+@pytest.mark.quick("plain", "hsdp 2x2")
 @pytest.mark.parametrize("sharding", EVERY)
 def test_bit_for_bit_what_torch_computes_in_one_process(sharding: str) -> None:
     """In bfloat16: what is gathered has one layout, whatever was sharded."""

@@ -136,7 +136,7 @@ def huggingface(rank: int, world_size: int, case: Case, settings: dict[str, Any]
 FAMILIES = ("llama", "gpt2", "bert", "gemma2_capped", "gpt_oss", "bloom", "falcon_alibi")
 
 
-@pytest.mark.quick("gpt_oss", "bert")
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", FAMILIES)
 def test_documents_that_transformers_does_not_know(model: str) -> None:
     case, settings = Case(model=model, batch="segments", window=6), {**HYBRID, **CHECKED}
@@ -149,6 +149,7 @@ def test_documents_that_transformers_does_not_know(model: str) -> None:
     assert "documents isolated" in line
 
 
+@pytest.mark.nightly
 def test_documents_that_transformers_knows() -> None:
     """Restarting positions: one process isolates them by its own means, which is what is compared with."""
     for batch in ("packed", "declared"):
@@ -183,7 +184,7 @@ def across_documents(rank: int, world_size: int, settings: dict[str, Any]) -> No
     huggingface(rank, world_size, case, settings)
 
 
-@pytest.mark.quick("ring")
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", [*MODES])
 def test_attention_across_documents_is_named(mode: str) -> None:
     match = (
@@ -194,6 +195,7 @@ def test_attention_across_documents_is_named(mode: str) -> None:
     expect_on_every_rank(ranks, across_documents, settings, error=ParityError, match=match)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:position_ids restart, so the documents:UserWarning")
 def test_a_bidirectional_model_that_restarts() -> None:
     """transformers reads no documents from its positions; here they are isolated, which is said."""

@@ -82,7 +82,7 @@ def test_targets_of_the_batch(name: str, engine: str) -> None:
         assert worst(line) < 1e-10
 
 
-@pytest.mark.quick("Summed-unscaled loss-ddp")
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
     ("name", "cause"),
@@ -111,6 +111,7 @@ def mixed(rank: int, world_size: int) -> str:
     return strategy.check_parity(default_collate(modules.rows(2)), model)
 
 
+@pytest.mark.nightly
 def test_targets_of_a_batch_that_a_precision_converts() -> None:
     """Of what it is given it makes another batch, with all that is in it."""
     for line in run_ranks(2, mixed, timeout=60):

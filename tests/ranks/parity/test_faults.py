@@ -49,7 +49,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.quick("TurnedHere-ring", "ShiftedHere-ulysses", "SummedBefore-ring")
+@pytest.mark.quick("SummedBefore-ring")
 @pytest.mark.parametrize("settings", MODES.values(), ids=MODES)
 @pytest.mark.parametrize(("name", "cause", "because"), FAULTS, ids=[name for name, *_ in FAULTS])
 def test_faults_are_named(name: str, cause: str, because: str, settings: dict[str, Any]) -> None:
@@ -109,6 +109,7 @@ def fit_packed(rank: int, world_size: int, settings: dict[str, Any]) -> None:
     trainer_of(world_size, checked).fit(HuggingFace(case), loader)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("settings", nightly_but("hybrid", of=MODES))
 def test_documents_of_which_one_process_knows_others(settings: dict[str, Any]) -> None:
     ranks = settings["ring_size"] * settings["ulysses_size"]

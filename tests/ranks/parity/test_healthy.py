@@ -90,7 +90,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick("zero1-ulysses", "global-ring")
+@pytest.mark.quick("global-ring")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_run_is_the_one_without(mode: str, engine: str) -> None:
@@ -131,7 +131,7 @@ def test_it_says_that_it_begins() -> None:
     assert other == []
 
 
-@pytest.mark.quick("global")
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", "global"])
 def test_data_ranks_and_windows(engine: str) -> None:
     settings = {**RING, **ENGINES[engine], "data_parallel_size": 2}
@@ -143,7 +143,7 @@ def test_data_ranks_and_windows(engine: str) -> None:
     assert worst(got[0][3][0]) < 1e-12
 
 
-@pytest.mark.quick("ring-float32")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("dtype", "options", "below"),
     [
@@ -192,7 +192,7 @@ def huggingface(
 FAMILIES = ("llama", "gpt2", "bert", "gemma2_capped", "mixtral", "gpt_oss", "bloom", "falcon_alibi")
 
 
-@pytest.mark.quick("bert", "gpt_oss")
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", FAMILIES)
 def test_families(model: str) -> None:
     settings = {**HYBRID, **CHECKED}
@@ -206,7 +206,7 @@ def test_families(model: str) -> None:
     assert worst(lines[0]) < 1e-5
 
 
-@pytest.mark.quick("packed")
+@pytest.mark.nightly
 @pytest.mark.parametrize("batch", ["right", "left", "packed"])
 def test_padded_and_packed(batch: str) -> None:
     case = Case(batch=batch, use_cache=False)

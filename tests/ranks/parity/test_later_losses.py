@@ -337,7 +337,7 @@ def test_a_declared_loss_clears_none_that_is_not_declared() -> None:
     expect_on_every_rank(3, fit, "Declaring", settings, error=ConfigError, match=match)
 
 
-@pytest.mark.quick("2-settings0-1")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("ranks", "settings", "window"),
     [
@@ -358,13 +358,14 @@ def test_a_mean_by_hand_that_begins_later_is_compared_once(
         close(got, want)
 
 
+@pytest.mark.nightly
 def test_a_loss_that_the_check_does_not_see_is_refused() -> None:
     match = "not known what this loss is a mean over.*left out: .*known kind"
     settings = {**RING, **CHECKED, "parity_tokens": 16}
     expect_on_every_rank(2, fit, "AtFullLength", settings, error=ConfigError, match=match)
 
 
-@pytest.mark.quick("2-settings0")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("ranks", "settings"), [(2, ULYSSES), (3, {**RING3, "data_parallel": "fsdp"})]
 )
@@ -432,6 +433,7 @@ def recomputed(rank: int, world_size: int) -> tuple[int, int]:
     return trainer.global_step, ScaledBlock.calls
 
 
+@pytest.mark.nightly
 def test_a_look_at_a_loss_computes_no_layer_again() -> None:
     """A rank without targets does not look: the others would wait for it."""
     first, second = run_ranks(2, recomputed)

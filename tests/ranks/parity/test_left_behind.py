@@ -119,7 +119,7 @@ def test_the_run_is_the_one_without(name: str) -> None:
     require_same(2, name, RING)
 
 
-@pytest.mark.quick("fsdp-DropsLayers")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["DropsLayers", "HooksItself"])
 @pytest.mark.parametrize("engine", ["fsdp", "zero1"])
 def test_engines_that_shard(engine: str, name: str) -> None:

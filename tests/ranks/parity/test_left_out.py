@@ -158,6 +158,7 @@ def test_a_batch_that_is_refused_at_once_is_not_said_to_be_left_out() -> None:
         assert heard == []
 
 
+@pytest.mark.nightly
 def test_a_step_that_fails_on_a_prefix_is_said() -> None:
     (line,) = heard("OfOneLength", parity_tokens=16)
     assert "the step fails on 16 tokens (ValueError: too short)" in line
@@ -175,6 +176,7 @@ def test_a_prefix_is_cut() -> None:
     assert "agree on 40 tokens" in line
 
 
+@pytest.mark.nightly
 def test_a_prefix_has_targets() -> None:
     """The first 30 tokens have none: the window is another one."""
     (line,) = heard("PromptFirst", parity_tokens=40)
@@ -182,6 +184,7 @@ def test_a_prefix_has_targets() -> None:
     assert "worst of 30 gradients" in line
 
 
+@pytest.mark.nightly
 def test_every_nth_step() -> None:
     assert len(heard("Healthy", parity_check="every_2")) == 2
     assert len(heard("Healthy", parity_check="every_1")) == 4
@@ -196,6 +199,7 @@ def test_a_fault_that_comes_later(settings: Any) -> None:
     expect_on_every_rank(2, fit, "FaultyAtLast", settings, error=ParityError, match=match)
 
 
+@pytest.mark.nightly
 def test_experts_that_rounding_changes() -> None:
     """Under autocast other experts are chosen for a token or two; in float32 none."""
     settings = {**RING, **CHECKED}

@@ -91,7 +91,7 @@ def same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-@pytest.mark.quick("Pairs-ddp")
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
     "name", ["Counts", "Draws", "TakesApart", "Follows", "WritesToItsLogger", "Pairs"]
@@ -111,6 +111,7 @@ def test_the_run_is_the_one_without(name: str, engine: str) -> None:
         assert told == told_without
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["HalfLoss", "OwnAutocast"])
 def test_half_precision_within_a_step(name: str) -> None:
     """Its rounding is no fault, although the parameters are float32."""
@@ -118,16 +119,19 @@ def test_half_precision_within_a_step(name: str) -> None:
     assert "agree on 96 tokens (bfloat16;" in line
 
 
+@pytest.mark.nightly
 def test_a_fault_in_half_precision() -> None:
     match = "Likely cause: unscaled loss"
     expect_on_every_rank(2, fit, "HalfSum", {**RING, **CHECKED}, error=ParityError, match=match)
 
 
+@pytest.mark.nightly
 def test_noise_of_each_token_is_the_same_on_both_sides() -> None:
     (line,) = run_ranks(2, fit, "Noisy", {**RING, **CHECKED}, timeout=60)[0][2]
     assert worst(line) < 1e-10, line
 
 
+@pytest.mark.nightly
 def test_noise_that_is_not_seen_cannot_be_compared() -> None:
     """A rank draws other numbers than one process: no fault, and said."""
     got = run_ranks(2, fit, "NoisyUnseen", {**RING, **CHECKED}, timeout=60)

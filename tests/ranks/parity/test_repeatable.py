@@ -80,7 +80,7 @@ WAYS = {
 in_every_way = pytest.mark.parametrize(("ranks", "settings"), WAYS.values(), ids=WAYS.keys())
 
 
-@pytest.mark.quick("fsdp")
+@pytest.mark.nightly
 @in_every_way
 def test_the_check_is_left_out(ranks: int, settings: dict[str, Any]) -> None:
     """A loss of a known kind is trained on; the first rank says why nothing was compared."""
@@ -105,6 +105,7 @@ def test_a_loss_of_no_known_kind_is_not_cleared(
     expect_on_every_rank(ranks, fit, "Summed", factor, settings, error=ConfigError, match=match)
 
 
+@pytest.mark.nightly
 def test_a_later_check_that_is_left_out_asks_for_nothing() -> None:
     """The first one has cleared the loss, for the run."""
     settings = {**RING, "parity_check": "every_2"}
@@ -140,6 +141,7 @@ def checked_by_hand(rank: int, world_size: int, factor: str) -> str:
     return line
 
 
+@pytest.mark.nightly
 def test_in_fabric() -> None:
     """What the step closes over is put back; what a global counts is not."""
     for line in run_ranks(2, checked_by_hand, "none", timeout=60):

@@ -174,20 +174,21 @@ def said(mode: str, way: Loss, declares: bool = False) -> str:
     return every[0][1][0]
 
 
-@pytest.mark.quick("ulysses 2-by_hand")
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", [by_hand, with_a_penalty_of_targets], ids=lambda way: way.__name__)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mean_over_targets_is_cleared(mode: str, way: Loss) -> None:
     assert "agree on 96 tokens, and with some of their labels left out (float64" in said(mode, way)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", [mean, of_numbers], ids=lambda way: way.__name__)
 def test_what_needs_no_look_gets_none(way: Loss) -> None:
     """A loss that is known, and labels of which none can be left out."""
     assert "agree on 96 tokens (float64" in said("ring 2", way)
 
 
-@pytest.mark.quick("ring 2")
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["ring 2", "ring 2, fsdp"])
 def test_a_loss_that_knows_no_such_labels_has_to_declare(mode: str) -> None:
     ranks, settings = MODES[mode]

@@ -107,6 +107,7 @@ def test_what_is_refused_is_told_in_a_line(tmp_path: Path, overrides: list[str],
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.nightly
 def test_where_nothing_fits(tmp_path: Path) -> None:
     """Status 1, what comes closest, and no choice of strategy."""
     story = ["model=llama3_405b", "hardware=tpu_v4", "devices=128", "precision=fp32"]
@@ -133,6 +134,7 @@ def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
     assert (tmp_path / "strategy" / "plan.yaml").is_file()
 
 
+@pytest.mark.nightly
 def test_where_nothing_fits_there_is_nothing_to_verify(tmp_path: Path) -> None:
     """Nor to run: the choice of an earlier run goes."""
     old = tmp_path / "strategy" / "plan.yaml"

@@ -237,6 +237,7 @@ def fit_and_fail(rank: int, world_size: int) -> tuple[bool, bool]:
     return profiler._is_profiler_enabled, Path("profile").exists()
 
 
+@pytest.mark.nightly
 def test_a_step_that_fails_is_abandoned() -> None:
     assert run_ranks(2, fit_and_fail) == [(False, False)] * 2
 

@@ -104,7 +104,7 @@ def loop(
     return of_draws(lines), after
 
 
-@pytest.mark.quick("ring-one_rank_more")
+@pytest.mark.nightly
 @pytest.mark.parametrize("draw", list(DRAWS))
 @pytest.mark.parametrize(
     ("ranks", "settings"),
@@ -125,6 +125,7 @@ def test_said_once(ranks: int, settings: Settings, draw: str) -> None:
         assert "rank 1 for (2, 1)" in said[0][0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("settings", [RING, pytest.param(ULYSSES, marks=SLOW)])
 def test_declared(settings: Settings) -> None:
     """Within ``draw_per('token')`` a call takes one seed, of whatever shape it is."""

@@ -74,7 +74,7 @@ LONG: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.quick("ring of 3*", "ring, tp*")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", list(QUICK))
 def test_as_one_rank(name: str) -> None:
     check(QUICK[name][0], Run(packed="balanced" in name), QUICK[name][1])
@@ -121,6 +121,7 @@ def test_compiled(settings: dict[str, Any], in_graphs: bool) -> None:
         torch.testing.assert_close(got.losses, want.losses, rtol=1e-10, atol=0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=SLOW)])
 def test_data_ranks_accumulation_and_chance(engine: str) -> None:
     """Two data ranks and two micro-batches are one batch of all; masks agree as often as chance has it."""

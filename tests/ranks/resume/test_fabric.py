@@ -125,6 +125,7 @@ def test_more_loaders_than_were_saved_are_refused(tmp_path: Path) -> None:
         assert "there are 3" in message
 
 
+@pytest.mark.nightly
 def test_only_steps_of_its_models_are_followed_while_it_is_there() -> None:
     def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD([{"params": [torch.ones(1)]}, {"params": module.parameters()}])

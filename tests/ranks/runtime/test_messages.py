@@ -200,7 +200,7 @@ def refused(rank: int, world_size: int, kind: type[PlainModule], stage: str = "f
         assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
 
-@pytest.mark.quick("AddsOnOneRank-validate")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "stage"), [(AddsOnOneRank, "fit"), (ByHand, "fit"), (AddsOnOneRank, "validate")]
 )
@@ -222,7 +222,7 @@ def test_losses_that_do_not_fit_are_refused_on_every_rank(kind: Any) -> None:
     expect_on_every_rank(2, refused, kind, error=ConfigError, match=match, timeout=20)
 
 
-@pytest.mark.quick("WithoutGraphInOneGroup")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "kind", [WithoutLoss, WithoutLossInOneGroup, OfAnotherShape, WithoutGraphInOneGroup]
 )
@@ -266,6 +266,7 @@ def refuse_and_forget(rank: int, world_size: int) -> tuple[bool, str]:
     return F.scaled_dot_product_attention is before, error
 
 
+@pytest.mark.nightly
 def test_a_refused_call_does_not_keep_its_strategy_alive() -> None:
     for undone, error in run_ranks(2, refuse_and_forget, timeout=20):
         assert "LlamaForCausalLM returns another loss" in error
@@ -313,6 +314,7 @@ class LearnsElsewhere(PlainModule):
         return loss + 0 * torch.stack([p.sum() for p in self.parameters()]).sum()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "match"),
     [

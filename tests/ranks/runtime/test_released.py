@@ -149,7 +149,7 @@ def another_model(rank: int, world_size: int, settings: Settings) -> list[bool]:
     return [there() is not None for there in held]
 
 
-@pytest.mark.quick("ddp")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "engine", ["ddp", "fsdp", pytest.param("zero1", marks=pytest.mark.nightly)]
 )

@@ -96,6 +96,7 @@ def stepping_apart(rank: int, world_size: int, plain: bool) -> Any:
     return apart(rank, world_size, plain, Small, {**options, "model_averaging_period": 3})
 
 
+@pytest.mark.nightly
 def test_local_sgd() -> None:
     want, got = run_ranks(2, stepping_apart, True), run_ranks(2, stepping_apart, False)
     for (its, _), (own, _) in zip(want, got, strict=True):
@@ -262,6 +263,7 @@ def boring(rank: int, world_size: int, strategy: Any) -> torch.Tensor:
     return weights(module)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_model_without_attention_trains_as_the_error_says(world_size: int) -> None:
     match = f"context_parallel_size=1 and data_parallel_size={world_size}"

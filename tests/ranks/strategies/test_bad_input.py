@@ -684,6 +684,7 @@ def test_a_loss_on_an_empty_shard_that_cannot_be_muted(name: str, value: str) ->
     assert "RankFailure" in text
 
 
+@pytest.mark.nightly
 def test_cross_entropy_on_an_empty_shard_adds_nothing() -> None:
     assert run_ranks(2, fit_empty, "torch") == [1, 1]
 

@@ -112,7 +112,7 @@ def by_fabric(
     return weights(module), seen
 
 
-@pytest.mark.quick("ring-tensor", "ring3-fabric")
+@pytest.mark.quick("ring3-fabric")
 @pytest.mark.parametrize(
     ("run", "returned"),
     [
@@ -173,7 +173,7 @@ def over_batches(
     return weights(module), seen
 
 
-@pytest.mark.quick("ring3")
+@pytest.mark.nightly
 @pytest.mark.parametrize("grid", list(GRIDS))
 def test_a_search_along_averages_of_several_batches_is_one_process_s(grid: str) -> None:
     count, settings = GRIDS[grid]

@@ -84,7 +84,7 @@ def fit(rank: int, world_size: int, settings: Settings) -> tuple[torch.Tensor, .
     return *found, weights(module)
 
 
-@pytest.mark.quick("alone")
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", nightly_but("ring", "alone", of={name: name for name in WAYS}))
 def test_copies_train_as_the_trainer_does(way: str) -> None:
     ranks, settings = WAYS[way]
@@ -183,7 +183,7 @@ def fit_model(rank: int, world_size: int, settings: Settings) -> tuple[str, ...]
     return module.seen
 
 
-@pytest.mark.quick("data parallel")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "way", nightly_but("long", "data parallel", of={name: name for name in MODELS})
 )

@@ -125,7 +125,7 @@ GATHERED: list[Sizes] = [
 ]
 
 
-@pytest.mark.quick("*'zigzag_llama3', 'ulysses_size': 2*")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "packed", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["dense", "packed"]
 )
@@ -222,6 +222,7 @@ def test_4093_tokens_for_twenty_steps(model: str) -> None:
     compare(results, run_ranks(1, execute, run, timeout=600)[0], MODELS[model])
 
 
+@pytest.mark.nightly
 def test_a_mean_of_local_means_would_fail() -> None:
     """The tolerance bites: without the loss scale the very first gradient norms differ."""
     run = Run(steps=4)

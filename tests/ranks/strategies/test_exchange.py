@@ -36,6 +36,7 @@ def fit(rank: int, world_size: int, exchange: str, module: type[Small]) -> tuple
     return parameters, len(deterministic_flags)
 
 
+@pytest.mark.nightly
 @needs_package
 def test_delegated_training_is_like_our_own() -> None:
     ours, theirs = (run_ranks(2, fit, name, Half)[0] for name in ("ring", "ring_flash_attn"))

@@ -204,6 +204,7 @@ def run_hf(rank: int, world_size: int, settings: Settings | None) -> Any:
     return losses
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
 def test_a_hugging_face_model_and_a_plain_call_in_between() -> None:
     (want,) = run_ranks(1, run_hf, None)
@@ -298,6 +299,11 @@ def test_a_step_goes_on_after_its_shard_was_refused() -> None:
         close(got, want)
 
 
+@pytest.mark.quick(
+    "labels-it is not known how PlainLlama reads its labels",
+    "own attention-no attention call was intercepted",
+    "never called-match2",
+)
 @pytest.mark.parametrize(
     ("how", "match"),
     [
@@ -341,7 +347,7 @@ def from_two_loaders(rank: int, world_size: int, settings: Settings | None) -> A
     return loop.weights(), losses, torch.rand(2)
 
 
-@pytest.mark.quick("settings1")
+@pytest.mark.nightly
 @pytest.mark.parametrize("settings", [RING, {**RING, "batch_sync": "broadcast"}])
 def test_several_loaders(settings: Settings) -> None:
     (want,) = run_ranks(1, from_two_loaders, None)

@@ -104,12 +104,7 @@ def alone_trained() -> torch.Tensor:
     return run_ranks(1, trained, None, once)[0]
 
 
-@pytest.mark.quick(
-    "twice_after_one_forward-hybrid",
-    "part_by_part-ulysses",
-    "two_forwards_first-ring",
-    "once-ulysses",
-)
+@pytest.mark.quick("once-ulysses", "part_by_part-ulysses")
 @pytest.mark.parametrize("settings", [RING, ULYSSES, HYBRID], ids=["ring", "ulysses", "hybrid"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_every_pass_is_averaged(way: Any, settings: Settings) -> None:

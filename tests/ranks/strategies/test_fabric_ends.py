@@ -312,6 +312,7 @@ def trained(
     return found
 
 
+@pytest.mark.quick("sharding")
 @pytest.mark.parametrize(
     ("settings", "ways"),
     [
@@ -336,6 +337,7 @@ def test_a_step_is_not_ended_early(settings: Settings, ways: Sequence[Way]) -> N
         close(got, want)
 
 
+@pytest.mark.nightly
 def test_a_part_that_is_given_another_tensor_of_the_batch_first() -> None:
     (want,) = run_ranks(1, image_first, None)
     for got in run_ranks(2, image_first, {**SHARDING, "sequence_dims": {"image": None}}):
@@ -435,7 +437,7 @@ def whole_rows(
         return errors, [*strangers, *(run.model(**each) for each in given)]
 
 
-@pytest.mark.quick("ring3-skips_its_last", "sharding-peeked")
+@pytest.mark.quick("sharding-peeked")
 @pytest.mark.parametrize("way", [peeked, skips_its_last, has_one])
 @pytest.mark.parametrize(
     ("ranks", "settings"),
@@ -555,6 +557,7 @@ def calls_with_parts(rank: int, world_size: int) -> None:
     trainer_of(world_size, RING).fit(CallsWithParts(), loader(2))
 
 
+@pytest.mark.nightly
 def test_a_hook_with_a_part_of_a_batch() -> None:
     match = "PlainLlama is called with this rank's part of a batch outside of the step"
     expect_on_every_rank(2, calls_with_parts, error=ConfigError, match=match)

@@ -292,7 +292,7 @@ def alone(habit: str) -> Report:
     return run_ranks(1, fitted, None, habit)[0]
 
 
-@pytest.mark.quick("sanity check", "limits", "manual optimization")
+@pytest.mark.quick("manual optimization")
 @pytest.mark.parametrize("habit", OPTIONS)
 def test_it_is_as_in_one_process(habit: str) -> None:
     want = alone(habit)

@@ -190,6 +190,7 @@ def said(rank: int, world_size: int) -> list[str]:
     return [message for message in messages if message.startswith("context parallel layout")]
 
 
+@pytest.mark.nightly
 def test_the_choice_is_said_once() -> None:
     first = "context parallel layout zigzag: one causal document (of the first batch; each gets its own)"
     assert run_ranks(2, said)[0] == [first]

@@ -119,7 +119,7 @@ class Mixed(Small):
 CASES: dict[str, Case] = {"resumed": resumed, "standalone": standalone, "tuned": tuned}
 
 
-@pytest.mark.quick("ring-standalone", "hybrid-tuned")
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("settings", [RING, HYBRID], ids=["ring", "hybrid"])
 def test_a_stage_is_as_in_one_process(case: str, settings: Settings) -> None:
@@ -220,7 +220,7 @@ SHARDED: list[tuple[Settings, int]] = [
 utilities_own = utilities._distributed_is_initialized  # type: ignore[attr-defined]
 
 
-@pytest.mark.quick("plain")
+@pytest.mark.nightly
 @pytest.mark.parametrize("hf", [False, True], ids=["plain", "hugging face"])
 def test_inference_mode(hf: bool) -> None:
     (want,) = run_ranks(1, inferred, None, hf)

@@ -43,7 +43,7 @@ SETTINGS: dict[str, Settings] = {
 }
 
 
-@pytest.mark.quick("manual-ulysses")
+@pytest.mark.nightly
 @pytest.mark.parametrize("settings", [RING, ULYSSES], ids=["ring", "ulysses"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("small", "named")])
 def test_whatever_the_step_does_it_equals_one_process(kind: str, settings: Settings) -> None:
@@ -54,6 +54,7 @@ def test_whatever_the_step_does_it_equals_one_process(kind: str, settings: Setti
             close(got, plain(kind))
 
 
+@pytest.mark.nightly
 def test_two_fits_in_a_row() -> None:
     want = plain("small", 2)
     assert not torch.equal(want, plain("small"))
@@ -94,7 +95,7 @@ def strategy_of(trainer: pl.Trainer) -> UlyssesRingStrategy:
     return trainer.strategy
 
 
-@pytest.mark.quick("settings1")
+@pytest.mark.nightly
 @pytest.mark.parametrize("settings", [HYBRID, {"data_parallel_size": 2, **RING}])
 def test_groups_are_made_once_and_destroyed_once(settings: Settings) -> None:
     for before, first, *later, last in run_ranks(4, all_stages, settings):
@@ -110,6 +111,7 @@ def fit_and_count(rank: int, world_size: int) -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
 def test_groups_end_with_their_strategy() -> None:
     """One Trainer after another in one process: their groups' threads and sockets do not pile up."""
@@ -145,6 +147,7 @@ def quick(rank: int, world_size: int) -> tuple[int, float]:
     return trainer.global_step, float(trainer.callback_metrics["val_loss"])
 
 
+@pytest.mark.nightly
 def test_fast_dev_run() -> None:
     results = run_ranks(4, quick)
     assert {steps for steps, _ in results} == {1}
@@ -204,6 +207,7 @@ def seen(rank: int, world_size: int) -> dict[str, list[Any]]:
     return module.seen
 
 
+@pytest.mark.nightly
 def test_samples_go_to_data_ranks() -> None:
     results = run_ranks(4, seen)
     for stage in ("train", "val"):
@@ -227,6 +231,7 @@ def drawn(rank: int, world_size: int, settings: Settings | None, seeded: bool) -
 IN_A_WORKER = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 
+@pytest.mark.nightly
 @IN_A_WORKER
 @pytest.mark.filterwarnings("ignore:Using `DistributedSampler`:UserWarning")  # as with plain DDP
 def test_workers_of_ranks_that_share_a_sample_draw_the_same_numbers() -> None:
@@ -238,7 +243,7 @@ def test_workers_of_ranks_that_share_a_sample_draw_the_same_numbers() -> None:
     assert not numbers[0] & numbers[2], "data ranks draw numbers of their own"
 
 
-@pytest.mark.quick("True")
+@pytest.mark.nightly
 @IN_A_WORKER
 @pytest.mark.parametrize("seeded", [True, False])
 def test_workers_draw_the_numbers_of_one_process(seeded: bool) -> None:
@@ -293,7 +298,7 @@ def failing(rank: int, world_size: int, where: str) -> bool:
     return bool(torch.isfinite(weights(module)).all())
 
 
-@pytest.mark.quick("training")
+@pytest.mark.nightly
 @pytest.mark.parametrize("where", ["training", "backward", "validation"])
 def test_an_error_in_a_step_leaves_the_plain_model(where: str) -> None:
     assert run_ranks(2, failing, where) == [True, True]
@@ -347,6 +352,7 @@ def lonely(rank: int, world_size: int) -> float:
     return module.alone - float(module.loss(whole).detach()) if rank == 0 else 0.0
 
 
+@pytest.mark.nightly
 def test_rank_0_may_call_the_model_between_steps() -> None:
     assert run_ranks(4, lonely) == [0.0] * 4
 
@@ -362,6 +368,7 @@ def by_name(rank: int, world_size: int) -> tuple[Any, ...]:
     return strategy.mesh.ulysses_size, strategy.mesh.ring_size, weights(module)
 
 
+@pytest.mark.nightly
 def test_the_strategy_by_name_splits_by_heads() -> None:
     (want,) = run_ranks(1, fitted, None, "named")
     for ulysses, ring, got in run_ranks(4, by_name):
@@ -386,6 +393,7 @@ def early(rank: int, world_size: int, settings: Settings) -> int:
     return module.at
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("settings", [HYBRID, {"num_heads": 4}])
 def test_the_mesh_in_configure_model(settings: Settings) -> None:
     assert run_ranks(4, early, settings) == [0, 1, 2, 3]
@@ -409,6 +417,7 @@ def saved(rank: int, world_size: int, settings: Settings | None) -> tuple[torch.
     return weights(whole), weights(halves), torch.cat([x.flatten() for x in state.values()])
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
 def test_checkpoints_are_those_of_one_process() -> None:
     (want,) = run_ranks(1, saved, None)
@@ -475,6 +484,7 @@ def two_loaders(rank: int, world_size: int, settings: Settings | None) -> list[f
     return [value for logged in results for value in logged.values()]
 
 
+@pytest.mark.nightly
 def test_several_loaders() -> None:
     (want,) = run_ranks(1, two_loaders, None)
     assert len(want) == 2

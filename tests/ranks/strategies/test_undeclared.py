@@ -95,7 +95,7 @@ def fit_alone(rank: int, world_size: int, kind: str) -> torch.Tensor:
     return weights(module)
 
 
-@pytest.mark.quick("dict-settings0*", "list-*")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "settings", "want"),
     [
@@ -131,6 +131,7 @@ def start_fabric(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.nightly
 def test_fabric_asks_at_once() -> None:
     for message in run_ranks(2, start_fabric):
         assert message.startswith("3 things are not declared:\n- it is not known how Silent reads")

@@ -86,7 +86,7 @@ def test_parameters_and_heads_that_are_shared_count_once(settings: dict[str, Any
         assert (got[TOKENS], got[FLOPS]) == counted(run)
 
 
-@pytest.mark.quick("reentrant-1", "keep-2")
+@pytest.mark.quick("reentrant-1")
 @pytest.mark.parametrize(
     ("checkpoint", "ranks"),
     [("reentrant", 1), ("reentrant", 2), ("not", 1), ("not", 2), ("keep", 2)],

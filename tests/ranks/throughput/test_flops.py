@@ -61,6 +61,7 @@ def counted(model: nn.Module, batch: dict[str, torch.Tensor], loss: Any) -> int:
     return work.flops
 
 
+@pytest.mark.nightly
 def test_as_many_as_pytorch_counts_where_every_pair_is_visible() -> None:
     model, ids = Dense(), torch.randint(0, 19, (3, 21))
     with sdpa_kernel(SDPBackend.MATH):

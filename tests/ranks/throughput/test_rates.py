@@ -166,7 +166,7 @@ def in_two_parts(rank: int, world: int, settings: Settings | None) -> list[Any]:
     ]
 
 
-@pytest.mark.quick("1-None")
+@pytest.mark.nightly
 @pytest.mark.parametrize(("ranks", "settings"), [(1, None), (2, RING)])
 @pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable:UserWarning")

@@ -108,6 +108,7 @@ def said(rank: int, world: int, odd: bool, options: dict[str, Any]) -> tuple[str
     return "\n".join(line for line in lines if "throughput" in line), callback.metrics
 
 
+@pytest.mark.nightly
 def test_the_convention_is_said_once() -> None:
     ((text, metrics),) = run_ranks(1, said, False, {})
     assert text.count("MFU counts model FLOPs") == 1
@@ -121,6 +122,7 @@ def test_the_convention_is_said_once() -> None:
     assert "throughput/mfu" in metrics
 
 
+@pytest.mark.nightly
 def test_flops_that_are_not_known_are_not_logged() -> None:
     ((text, metrics),) = run_ranks(1, said, True, {"peak_flops": 1e12})
     assert text.count("it is unknown how often table multiply a token") == 1
@@ -142,6 +144,7 @@ def renamed(rank: int, world: int, dims: dict[str, int] | None) -> dict[str, flo
     return callback.metrics
 
 
+@pytest.mark.nightly
 def test_batches_with_names_of_their_own() -> None:
     with pytest.raises(Exception, match=r"tokens of this batch cannot be counted.*sequence_dims="):
         run_ranks(1, renamed, None)

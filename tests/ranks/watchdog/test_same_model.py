@@ -123,16 +123,7 @@ UNLIKE = {
 }
 
 
-@pytest.mark.quick(
-    "ddp-rate in a tensor-trainer",
-    "fsdp-class-trainer",
-    "ddp-betas-fabric",
-    "ddp-fewer-fabric",
-    "ddp-order-trainer",
-    "fsdp-rate-fabric",
-    "ddp-groups-fabric",
-    "ddp-rate-fabric",
-)
+@pytest.mark.quick("ddp-rate-fabric", "ddp-groups-fabric", "ddp-fewer-fabric", "fsdp-rate-fabric")
 @pytest.mark.parametrize("kind", ["trainer", "fabric"])
 @pytest.mark.parametrize(
     ("engine", "what"), [*(("ddp", what) for what in UNLIKE), ("fsdp", "rate"), ("fsdp", "class")]

@@ -69,7 +69,7 @@ def test_every_file_is_covered() -> None:
     assert {group for group, _ in CHOICES} == set(GROUPS)
 
 
-@pytest.mark.quick("data-python_stdlib", "data-text_files", "strategy-fsdp")
+@pytest.mark.quick("data-text_files")
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_choice_composes_and_instantiates(group: str, choice: str, tmp_path: Path) -> None:
     for name in ("one", "two"):
@@ -111,6 +111,7 @@ def test_sweeps_use_our_launcher_unless_told_otherwise() -> None:
     assert hydra_config("hydra/launcher=basic").launcher._target_.endswith("BasicLauncher")
 
 
+@pytest.mark.nightly
 def test_slurm_starts_as_many_ranks_as_are_configured() -> None:
     launcher = hydra_config(
         "hydra/launcher=slurm", "trainer.devices=8", "+trainer.num_nodes=2"
@@ -226,6 +227,7 @@ def test_muons_settings_are_its_defaults_but_for_the_rate() -> None:
     assert given == {name: told[name] for name in given}
 
 
+@pytest.mark.nightly
 def test_qk_clip_is_muon_with_one_setting_more() -> None:
     muon, clipped = (
         OmegaConf.to_container(composed(f"optim={choice}").model.optimizer)
@@ -316,6 +318,7 @@ def test_learning_rate_warms_up_and_falls_to_its_end() -> None:
     assert model.rate(500, 100) == pytest.approx(model.final_rate)
 
 
+@pytest.mark.nightly
 def test_throughput_is_counted_where_it_is_asked_for() -> None:
     assert composed().throughput is None
     callback = instantiate(composed("throughput=mfu", "throughput.peak_flops=989e12").throughput)

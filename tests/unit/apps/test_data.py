@@ -165,6 +165,7 @@ def test_entropy_by_hand() -> None:
 # Packing
 
 
+@pytest.mark.nightly
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(2, 25), st.integers(0, 3))
 def test_samples_agree_with_packing_byte_by_byte(
     lengths: list[int], seq_len: int, seed: int

@@ -173,6 +173,7 @@ def test_positions_of_a_part_are_refused(kind: str) -> None:
         )
 
 
+@pytest.mark.nightly
 @given(layouts(), st.integers(0, 2**32), st.booleans())
 def test_positions_travel_with_their_tokens(layout: SequenceLayout, seed: int, own: bool) -> None:
     """Whatever a token is called and wherever it goes, its own position is beside it."""
@@ -341,6 +342,7 @@ def test_labels_to_shift_need_rows() -> None:
 # -- counts of targets ------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @given(
     st.sampled_from(SIZES),
     st.integers(12, 40),

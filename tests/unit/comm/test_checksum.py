@@ -73,6 +73,7 @@ def test_one_float64_changes_it(values: list[float], data: st.DataObject) -> Non
     assert (checksum(x) == checksum(y)) == same_bits
 
 
+@pytest.mark.nightly
 @given(st.permutations(list(range(12))))
 def test_a_permutation_of_token_ids_changes_it(order: list[int]) -> None:
     ids = torch.arange(12) * 37 % 101
@@ -87,6 +88,7 @@ def test_a_shuffled_mask_changes_it(mask: list[bool], chance: random.Random) -> 
     assert same == (mask == shuffled)
 
 
+@pytest.mark.nightly
 def test_many_batches_have_as_many_checksums() -> None:
     """All rows of 10 tokens out of 3: places whose factors were linear would collide in thousands."""
     rows = torch.cartesian_prod(*[torch.arange(3)] * 10)

@@ -43,7 +43,6 @@ CROSSING = [(kernel, mask) for kernel, mask in KERNEL_MASKS if mask != "diagonal
     "reference-window-gqa-packed-3_zigzag",
     "aten_cpu_flash-causal-mha-dense-1",
 )
-@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("heads", HEADS)

@@ -54,8 +54,15 @@ def problem_of(mask: str, how: str, documents: str = "dense", heads: str = "gqa"
     return Problem(masks[mask], HEADS[heads], DOCUMENTS[documents], seq_len=SEQ_LEN, how=HOW[how])
 
 
-@pytest.mark.quick("reference-softcap-causal-dense-1", "reference-alibi-causal-dense-1")
-@pytest.mark.pairwise
+@pytest.mark.quick(
+    "reference-softcap-causal-dense-1",
+    "reference-softcap-window-dense-2_zigzag",
+    "reference-softcap-window-rows-3_zigzag",
+    "reference-softcap-lookahead-packed-3_contiguous",
+    "reference-alibi-causal-dense-1",
+    "reference-alibi-lookahead-dense-2_zigzag",
+    "reference-both-lookahead-rows-1",
+)
 @pytest.mark.parametrize("layout", ["1", "2_zigzag", "3_zigzag", "3_contiguous"])
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "lookahead"])

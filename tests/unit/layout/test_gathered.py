@@ -31,6 +31,7 @@ def positions_of(call: GatheredCall) -> Ints:
     return np.concatenate([np.arange(start, end) for start, end in call.slices])
 
 
+@pytest.mark.quick("fused")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @given(case=cases())
 @example(case=EXAMPLE)

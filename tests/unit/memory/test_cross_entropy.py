@@ -96,6 +96,7 @@ CASES = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("own", [False, True], ids=["chosen", "own"])
 def test_float64_is_that_of_all_logits(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if own:

@@ -321,6 +321,7 @@ def test_packages_have_numbers_put_back(monkeypatch: pytest.MonkeyPatch) -> None
     assert after(other, lambda x: setattr(x, "count", 1)).count == 1
 
 
+@pytest.mark.nightly
 def test_large_data_is_not_looked_into() -> None:
     data = [{"ids": [at], "length": 1} for at in range(4 * OBJECTS)]
     entries = list(data)

@@ -131,6 +131,7 @@ def test_a_million_tokens_of_405b_fit_1024_devices(plans_405b: SearchResult) -> 
     )
 
 
+@pytest.mark.nightly
 def test_why_a_mesh_does_not_do(plans_405b: SearchResult) -> None:
     """By bytes, with which and how many; or since data ranks have no sequence."""
     reasons = [one.why for one in plans_405b.rejected]
@@ -374,6 +375,7 @@ def test_a_mesh_needs_as_much_whatever_a_device_has() -> None:
     assert needed.pop() > 5 * 4 * LLAMA_8B.num_parameters
 
 
+@pytest.mark.nightly
 def test_an_optimizer_without_states_comes_closer() -> None:
     missing = [
         next(one.missing for one in search(asked, FREE).rejected if one.engine == "ddp")
@@ -427,6 +429,7 @@ def test_a_run_has_as_many_ranks_as_its_mesh(devices: int, nodes: int) -> None:
             assert any("ulysses of 4 goes beyond nodes of 6" in line for line in advice(plan.case))
 
 
+@pytest.mark.nightly
 def test_plans_are_settings_of_the_strategy() -> None:
     for plan in search(job(devices=8, global_batch=8, seq_len=4096), FREE).plans:
         settings: dict[str, Any] = strategy_settings(plan.case)

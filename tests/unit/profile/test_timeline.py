@@ -198,7 +198,7 @@ def test_a_step_without_attention_says_nothing_of_it() -> None:
     assert markdown(summary, 1).splitlines()[4].startswith("| 0 | 10.0 | 0.0 | 0.0 | 0.0 |  |")
 
 
-@pytest.mark.quick("1")
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2, 20])
 def test_the_picture_is_drawn(ranks: int, tmp_path: Path) -> None:
     reports = (of_ranks() * 10)[:ranks]

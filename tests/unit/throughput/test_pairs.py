@@ -24,6 +24,7 @@ def rows_of_documents(draw: st.DrawFn) -> list[list[tuple[int, int]]]:
     return rows
 
 
+@pytest.mark.nightly
 @given(rows_of_documents(), st.booleans(), st.sampled_from(WINDOWS))
 def test_as_many_as_a_dense_mask_has(
     rows: list[list[tuple[int, int]]], causal: bool, window: tuple[int, int]

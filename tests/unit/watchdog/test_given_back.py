@@ -88,6 +88,7 @@ def test_a_signal_s_handler_goes_with_its_strategy(own_handler: list[int]) -> No
     assert len(own_handler) == 2
 
 
+@pytest.mark.nightly
 def test_a_handler_that_came_later_stays(own_handler: list[int]) -> None:
     strategy: Any = fabric.UlyssesRingStrategy()
     assert not strategy.should_stop

@@ -32,6 +32,7 @@ def load_three_ways(rank: int, world: int, path: Path, kind: str) -> None:
         assert all(torch.equal(ours[name], x) for name, x in found[0].items())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", cases([("plain",), ("fsdp_tp",), ("hsdp_tp",)], [("fsdp_tp",)]))
 def test_three_readers_agree(kind: str, tmp_path: Path) -> None:
     save(tmp_path, seed=6)

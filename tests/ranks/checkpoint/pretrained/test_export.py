@@ -80,6 +80,7 @@ def test_one_process_exports_too(tmp_path: Path) -> None:
     assert all(torch.equal(x, model.state_dict()[name]) for name, x in again.state_dict().items())
 
 
+@pytest.mark.nightly
 def test_a_model_as_fabric_and_compile_return_it(tmp_path: Path) -> None:
     model = make(seed=6)
     wrapped = Fabric(accelerator="cpu", devices=1).setup(model)

@@ -55,6 +55,7 @@ def test_what_to_do_depends_on_why(
         export_pretrained(nn.Linear(2, 2), tmp_path / "made")
 
 
+@pytest.mark.nightly
 def test_ranks_that_export_to_different_places_are_refused(tmp_path: Path) -> None:
     """Only the first one's would be there."""
     said = run_ranks(2, exports_to, [tmp_path / "a", tmp_path / "b"], timeout=30)

@@ -166,6 +166,7 @@ def fit_twice(rank: int, world: int, path: Path) -> tuple[str, bool, bool]:
     return str(raised.value), right, bool((module.model.lm_head.weight == 3.0).all())
 
 
+@pytest.mark.nightly
 def test_a_failed_load_is_tried_again_and_a_good_one_is_not(tmp_path: Path) -> None:
     save(tmp_path, seed=6)
     for message, right, kept in run_ranks(2, fit_twice, tmp_path):
