@@ -98,7 +98,7 @@ def replace_infinities(lse_BHL: torch.Tensor, value: float) -> torch.Tensor:
 
 
 def pad_to_widest(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Pad tensors, of which k and V are the last, with zeros to the widest head dim.
+    """Pad tensors, of which K and V are the last, with zeros to the widest head dim.
 
     Zeros in q and k add nothing to a score; zeros in V, out and dout add zero entries, which ``trim_width``
     removes.
