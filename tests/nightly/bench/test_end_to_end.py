@@ -188,7 +188,6 @@ def test_hardware(done: Run) -> None:
     assert cost.key >= 0
 
 
-@pytest.mark.nightly
 def test_on_processes_of_its_own(tmp_path: Path) -> None:
     with program(tmp_path, *COMMAND, "hydra.run.dir=run", "suites=[kernels,links]") as started:
         output = finish(started)

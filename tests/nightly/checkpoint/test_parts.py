@@ -68,7 +68,6 @@ def validates(rank: int, world: int, form: str) -> None:
     assert sum(found) < SMALL, found
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_validation_reads_no_optimizers(form: str) -> None:
     run_ranks(2, validates, form)
@@ -106,7 +105,6 @@ def loads_parts(rank: int, world: int, form: str) -> None:
         assert sum(found) > SMALL
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_fabric_reads_what_is_asked_for(form: str) -> None:
     run_ranks(2, loads_parts, form)

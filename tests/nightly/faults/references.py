@@ -105,7 +105,7 @@ REFERENCES = (
     Reference(
         "resumed on another mesh",
         "weights and optimizer bit by bit, the next losses to 1e-10",
-        (f"{_RESUME}test_other_mesh.py",),
+        ("tests/nightly/resume/test_other_mesh.py",),
     ),
     Reference(
         "SIGTERM to one rank, to all, to the process that spawned them, to torchrun",

@@ -14,7 +14,6 @@ SHARED_MEMORY = 99 * 1024
 """Bytes that one program may take on compute capability 8.6 and 8.9; 8.0 and 9.0 have more."""
 
 
-@pytest.mark.nightly
 @pytest.mark.skipif(not is_installed(), reason="needs Triton")
 @pytest.mark.parametrize(
     ("capability", "dtype", "head_dim", "value_dim"),

@@ -16,7 +16,7 @@ from tests.helpers.launch.start import (
     ranks,
     torchrun_variables,
 )
-from tests.ranks.apps.test_train import SMALL
+from tests.nightly.apps.test_train import SMALL
 
 JOB = ("-m", "lightning_cp.train", *SMALL, "strategy=ring", "trainer.devices=2")
 
@@ -32,7 +32,6 @@ def test_one_folder_and_one_table(tmp_path: Path) -> None:
     assert left == {".hydra", "metrics", "loss.png", "checkpoints"}
 
 
-@pytest.mark.nightly
 def test_the_weights_of_torchrun_are_those_of_lightning_s_own_launcher(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port", free_port())
     with program(tmp_path, *JOB, "hydra.run.dir=own") as started:

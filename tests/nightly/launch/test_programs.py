@@ -17,7 +17,6 @@ from tests.helpers.launch.start import SCRIPTS, all_succeeded, finish, free_port
 RUN = "torch.distributed.run"
 
 
-@pytest.mark.nightly
 def test_one_word_and_no_import(tmp_path: Path) -> None:
     """``python script.py``: torch calls the entry point, Lightning starts the second process.
 
@@ -31,7 +30,6 @@ def test_one_word_and_no_import(tmp_path: Path) -> None:
     came_to_the_same(tmp_path)
 
 
-@pytest.mark.nightly
 def test_torchrun(tmp_path: Path) -> None:
     path = {"PYTHONPATH": installed_path(tmp_path)}
     torchrun = ("-m", RUN, "--nproc-per-node=2", f"--master-port={free_port()}")
@@ -40,7 +38,6 @@ def test_torchrun(tmp_path: Path) -> None:
     came_to_the_same(tmp_path)
 
 
-@pytest.mark.nightly
 def test_fabric_run(tmp_path: Path) -> None:
     path = {"PYTHONPATH": installed_path(tmp_path)}
     fabric = Path(sys.executable).with_name("fabric")
@@ -50,7 +47,6 @@ def test_fabric_run(tmp_path: Path) -> None:
     came_to_the_same(tmp_path)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("script", ["trainer.py", "fabric.py"])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_torchrun_on_two_nodes(script: str, devices: int, tmp_path: Path) -> None:

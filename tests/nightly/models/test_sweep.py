@@ -77,7 +77,6 @@ def worst(got: Outcome, want: Outcome) -> float:
     return float(torch.tensor(errors).max())  # NaN if any is
 
 
-@pytest.mark.nightly
 def test_every_listed_class_exists() -> None:
     transformers = pytest.importorskip("transformers")
     if not transformers.__version__.startswith(SEEN):
@@ -86,7 +85,6 @@ def test_every_listed_class_exists() -> None:
     assert len(names()) - len(REASONS) > 80
 
 
-@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")  # of defaults that tiny sizes do not fit
 def test_every_class_equals_one_process_or_is_refused() -> None:
     """In one case: finding the classes imports every model, which collecting tests must not."""
@@ -124,7 +122,6 @@ WIDTHS = """
 """Classes whose values have another width than their keys: the table of docs/models.md."""
 
 
-@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", WIDTHS.split())
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (3, 1), (4, 1), (2, 2), (1, 4)])

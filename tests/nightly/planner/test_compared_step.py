@@ -65,7 +65,6 @@ def test_a_rank_of_its_own_and_float32() -> None:
     expect_all_hold(compared(cells_of([sizes], ["none"], [1], ["fsdp"], FEW)))
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "mixtral"])
 @pytest.mark.parametrize("name", ["none", "blocks, chunked_loss"])
 def test_of_other_families(family: str, name: str) -> None:
@@ -74,7 +73,6 @@ def test_of_other_families(family: str, name: str) -> None:
         expect_all_hold(compared(cells_of([sizes], [name], [2], [engine], FEW), 200))
 
 
-@pytest.mark.nightly
 def test_where_parameters_decide_and_the_head_is_its_own() -> None:
     """Few tokens: the second block needs most, between a neighbour that arrives and one that is added."""
     sizes = replace(LAYERS_DECIDE, tied=False, layers=4)
@@ -82,7 +80,6 @@ def test_where_parameters_decide_and_the_head_is_its_own() -> None:
     expect_all_hold(compared(cells, 200))
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

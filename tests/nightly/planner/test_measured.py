@@ -222,7 +222,6 @@ def test_what_no_run_can_have(answers: Any, name: str) -> None:
     assert REFUSED[name][1] in answers[name, 0]["error"]
 
 
-@pytest.mark.nightly
 def test_a_thousand_ranks_of_the_405b_model() -> None:
     """The first and the last, in a minute and 2 GB."""
     case = Case("fsdp", {"dp_shard": 4, "ring": 4, "ulysses": 8, "tp": 8}, 128, LLAMA_405B)

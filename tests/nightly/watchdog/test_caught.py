@@ -8,8 +8,6 @@ import weakref
 from typing import Any
 from unittest.mock import patch
 
-import pytest
-
 from lightning_cp.watchdog.watch import SWITCH
 from tests.helpers import pool
 from tests.helpers.pool.environment import PoolEnvironment
@@ -44,6 +42,5 @@ def _fail_and_forget(rank: int, world_size: int) -> tuple[bool, bool]:
     return failed, known() is None
 
 
-@pytest.mark.nightly
 def test_a_strategy_is_released_after_an_error_that_was_caught() -> None:
     assert pool.run_ranks(2, _fail_and_forget) == [(True, True)] * 2

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.nightly.faults.soak import Plan, differences, soak
 
 
-@pytest.mark.nightly
 def test_a_short_soak(tmp_path: Path) -> None:
     plan = Plan(steps=60, every=25, save_every=10, limit=400)
     killed, alone = soak(tmp_path, plan)

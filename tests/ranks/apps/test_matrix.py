@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 
 from lightning_cp.apps.compare.__main__ import compare, repeat_for_seeds
 from lightning_cp.errors import ConfigError
+from tests.nightly.apps.test_train import SMALL
 from tests.ranks.apps.test_compare import command
-from tests.ranks.apps.test_train import SMALL
 
 
 def runs_of(**runs: str) -> str:

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from lightning_cp.apps.train.resume import checkpoint_to_resume
 from lightning_cp.apps.train.run import check_extras
 from lightning_cp.errors import CheckpointError, ConfigError
-from tests.ranks.apps.test_train import command
+from tests.nightly.apps.test_train import command
 
 TWO = ("trainer.devices=2", "strategy=ring", "data.validation_sequences=4")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.launch.programs import run
-from tests.ranks.apps.test_train import SMALL
+from tests.nightly.apps.test_train import SMALL
 
 
 def losses(job: Path) -> list[float]:

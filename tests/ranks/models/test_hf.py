@@ -68,7 +68,7 @@ def compare(case: Case, ulysses: int, ring: int) -> list[Outcome]:
 # -- rows of different lengths, and packed documents ------------------------------------------------
 
 
-@pytest.mark.quick("plain-ulysses 2", "right-ring 2", "left-ulysses 2")
+@pytest.mark.quick("right-ring 2")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("batch", ["plain", "right", "left", "both", "packed"])
 def test_llama_equals_one_process(batch: str, size: str) -> None:

@@ -20,7 +20,7 @@ from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.utils.run_folder import FOLDER_OF_FIRST, one_folder
 from tests.helpers.checkpoint.states import same
 from tests.helpers.launch.start import free_port
-from tests.ranks.apps.test_train import COLUMNS, command, launched, table
+from tests.nightly.apps.test_train import COLUMNS, command, launched, table
 
 
 def saved(folder: Path, name: str, age: int, step: int = 1) -> Path:

@@ -68,6 +68,7 @@ def test_equals_dense_in_lower_precision(
     check(answer, problem)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("value_dim", [1, 5, 12])
 @pytest.mark.parametrize("layout", ["1", "3_zigzag"])

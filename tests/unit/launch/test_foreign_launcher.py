@@ -14,7 +14,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.launch.ranks import check_sweep_launcher
 from lightning_cp.utils.run_folder import config_dir
 from tests.helpers.launch.programs import run
-from tests.ranks.apps.test_train import SMALL
+from tests.nightly.apps.test_train import SMALL
 
 JOBLIB = (
     "hydra.launcher._target_=hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher"

@@ -93,7 +93,6 @@ def lines(ranks: list[Any]) -> dict[str, dict[str, Line]]:
     return found
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
 def test_every_way_is_right_or_says_why_not(lines: dict[str, dict[str, Line]], case: str) -> None:
     for line in lines[case].values():

@@ -211,31 +211,25 @@ CELLS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 QUICK = ("cp 4 to 2", "fsdp 4 to 2")
 
 
-@pytest.mark.quick("cp 4 to 2")
 @pytest.mark.parametrize("name", QUICK)
 def test_another_mesh_goes_on(name: str, tmp_path: Path) -> None:
     before, after, options = CELLS[name]
     move(before, after, tmp_path / "saved.ckpt", **options)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.nightly) for x in CELLS]
-)
+@pytest.mark.parametrize("name", CELLS)
 def test_muon_goes_on(name: str, tmp_path: Path) -> None:
     """Its momentum is sharded as parameters are, and is the same to the last bit on the other mesh."""
     before, after, options = CELLS[name]
     move(before, after, tmp_path / "saved.ckpt", optimizer="muon", **options)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("name", sorted(set(CELLS) - set(QUICK)))
 def test_other_meshes_go_on(name: str, tmp_path: Path) -> None:
     before, after, options = CELLS[name]
     move(before, after, tmp_path / "saved.ckpt", **options)
 
 
-@pytest.mark.nightly
 def test_another_batch_size_on_the_same_mesh_is_refused(tmp_path: Path) -> None:
     run_ranks(*_of(RING_2), tmp_path / "saved.ckpt", resumes=False, rows=2)
     for message in run_ranks(2, refused, RING, tmp_path / "saved.ckpt", rows=1):
@@ -248,7 +242,6 @@ def refused(rank: int, world: int, settings: dict[str, Any], path: Path, **optio
     return str(error.value)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("rows", "shuffle", "said"),
     [((1, 1), False, "a step used 2 x 1 samples"), ((1, 2), True, "only where both read through")],

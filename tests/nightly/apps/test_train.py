@@ -109,10 +109,9 @@ def default(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return launched(tmp_path_factory.mktemp("default"))
 
 
-RUNS = ["alone", "hybrid", pytest.param("default", marks=pytest.mark.nightly)]
+RUNS = ["alone", "hybrid", "default"]
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("run", RUNS)
 def test_what_a_run_leaves(run: str, request: pytest.FixtureRequest) -> None:
     folder, _ = request.getfixturevalue(run)
@@ -127,7 +126,6 @@ def test_what_a_run_leaves(run: str, request: pytest.FixtureRequest) -> None:
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("run", RUNS)
 def test_every_step_and_every_validation_is_in_the_csv(
     run: str, request: pytest.FixtureRequest
@@ -176,11 +174,9 @@ def test_four_processes_train_as_one_does(
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(["strategy=fsdp"], marks=pytest.mark.nightly),
-        pytest.param(["strategy=zero1"], marks=pytest.mark.nightly),
-        pytest.param(
-            ["strategy=fsdp", "strategy.tensor_parallel_size=2"], marks=pytest.mark.nightly
-        ),
+        ["strategy=fsdp"],
+        ["strategy=zero1"],
+        ["strategy=fsdp", "strategy.tensor_parallel_size=2"],
     ],
     ids=" ".join,
 )
@@ -208,7 +204,6 @@ def muon_table(printed: str) -> list[str]:
     return [line for line in printed.splitlines() if line.startswith("model.layers.*.")]
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "fsdp", "zero1"])
 def test_muon_on_two_processes_trains_as_on_one(
     tmp_path: Path, alone: tuple[Path, str], muon_alone: tuple[Path, str], strategy: str
@@ -226,7 +221,6 @@ def test_muon_on_two_processes_trains_as_on_one(
     assert by["input_layernorm"].strip() == "AdamW"
 
 
-@pytest.mark.nightly
 def test_muonclip_logs_the_largest_logit_and_the_heads_it_has_clipped(tmp_path: Path) -> None:
     tau = "model.optimizer.qk_clip.tau=1e-3"
     folder, _ = launched(tmp_path, "strategy=ring", "trainer.devices=2", "optim=muonclip", tau)
@@ -240,7 +234,6 @@ def test_muonclip_logs_the_largest_logit_and_the_heads_it_has_clipped(tmp_path: 
     assert all(1 <= one <= 2 * 8 for one in clipped)
 
 
-@pytest.mark.nightly
 def test_a_run_is_resumed(tmp_path: Path, alone: tuple[Path, str]) -> None:
     checkpoint = alone[0] / "checkpoints" / "last.ckpt"
     folder, printed = trained(
@@ -253,7 +246,6 @@ def test_a_run_is_resumed(tmp_path: Path, alone: tuple[Path, str]) -> None:
     assert "trained               6 steps, 3,072 tokens" in printed
 
 
-@pytest.mark.nightly
 def test_bad_text_is_refused_before_other_processes_start(tmp_path: Path) -> None:
     settings = ("data=text_files", "data.paths=[nothing.txt]")
     (done,) = ranks(tmp_path, [{}], "-m", "lightning_cp.train", *SMALL, *settings, apart=True)
@@ -274,7 +266,6 @@ def test_the_picture_is_drawn_from_the_csv(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.nightly
 def test_a_single_process_in_a_sweep_over_devices(tmp_path: Path) -> None:
     asked = ("trainer.devices=2", "+trainer.num_nodes=2")
     _, printed = trained(tmp_path, "strategy=single", *asked)

@@ -47,16 +47,13 @@ def fit(folder: Path, *arguments: str | Path) -> list[Done]:
     return ranks(folder, own, SCRIPTS / "cli.py", "fit", *arguments)
 
 
-@pytest.mark.parametrize(
-    "name", ["ulysses_ring", pytest.param("UlyssesRingStrategy", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("name", ["ulysses_ring", "UlyssesRingStrategy"])
 def test_by_name(name: str, tmp_path: Path) -> None:
     by_name = fit(tmp_path / "run", f"--trainer.strategy={name}", "--trainer.devices=2")
     all_succeeded(by_name)
     came_to_the_same(tmp_path / "run")
 
 
-@pytest.mark.nightly
 def test_by_name_with_lightning_s_own_launcher(tmp_path: Path) -> None:
     own = {"OUT": str(tmp_path), "PYTHONPATH": installed_path(tmp_path)}
     arguments = ("fit", "--trainer.strategy=ulysses_ring", "--trainer.devices=2")
@@ -65,7 +62,6 @@ def test_by_name_with_lightning_s_own_launcher(tmp_path: Path) -> None:
     came_to_the_same(tmp_path)
 
 
-@pytest.mark.nightly
 def test_by_class_in_a_config_and_again_by_the_config_that_was_saved(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)
     all_succeeded(fit(tmp_path / "run", "--config", tmp_path / "config.yaml"))
@@ -80,7 +76,6 @@ def test_by_class_in_a_config_and_again_by_the_config_that_was_saved(tmp_path: P
     came_to_the_same(tmp_path / "again", mode="ring")
 
 
-@pytest.mark.nightly
 def test_a_bad_setting_is_named_by_the_strategy(tmp_path: Path) -> None:
     chosen = ("--trainer.strategy=lightning_cp.UlyssesRingStrategy", "--trainer.devices=2")
     done = fit(tmp_path / "run", *chosen, "--trainer.strategy.mode=rings")
@@ -89,7 +84,6 @@ def test_a_bad_setting_is_named_by_the_strategy(tmp_path: Path) -> None:
     assert all(says in one.output for one in done)  # jsonargparse makes it an error of its own
 
 
-@pytest.mark.nightly
 def test_an_unknown_setting_is_named_by_lightning_cli(tmp_path: Path) -> None:
     chosen = ("--trainer.strategy=lightning_cp.UlyssesRingStrategy", "--trainer.devices=2")
     done = fit(tmp_path / "run", *chosen, "--trainer.strategy.rings=2")
