@@ -15,8 +15,6 @@ from lightning_cp.planner.machines import machine_of_hardware
 from tests.helpers.bench.configured import TINY
 from tests.helpers.launch.start import all_succeeded, finish, program, ranks, torchrun_variables
 
-pytestmark = pytest.mark.nightly
-
 COMMAND = ("-m", "lightning_cp.bench", *TINY, "modes=[ours]")
 MASKS = ("full", "causal", "window", "packed")
 LINKS = {
