@@ -87,8 +87,8 @@ class AttentionSpec:
     @property
     def needs(self) -> frozenset[str]:
         """Score features that a kernel must declare; sinks are added to the results of any kernel."""
-        softcap = {"softcap"} if self.softcap != 0.0 else set()
-        return frozenset(softcap if self.alibi_slopes is None else {"alibi", *softcap})
+        features = {"softcap": self.softcap != 0.0, "alibi": self.alibi_slopes is not None}
+        return frozenset([name for name, is_set in features.items() if is_set])
 
     def check_slopes(self, q_BLHD: torch.Tensor) -> None:
         """Check that the slopes fit the queries.

@@ -251,7 +251,7 @@ class TargetCounts:
 
         Waits for the device for the norms.
         """
-        nothing = [], [], []
+        nothing: tuple[list[str], ...] = ([], [], [])
         shared = [
             (*each.votes, each.factors_by(self._ratios)) if each.is_followed else nothing
             for each in self._shared
