@@ -123,7 +123,7 @@ CHECKPOINT_MUTANTS = (
         "places told apart by their dotted names",
         "lightning_cp/checkpoint/read.py",
         "            name = unique_name(place, stored)",
-        "            name = name_of(place, ())",
+        "            name = unique_name(place, ())",
         (f"{SPREAD}::test_the_same_dotted_name_twice[full]",),
         "Of two tensors with the same dotted name one is read twice, the other is uninitialised memory.",
     ),

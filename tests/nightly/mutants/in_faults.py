@@ -60,7 +60,7 @@ FAULT_MUTANTS = (
         "settings of optimizers are not compared",
         "lightning_cp/consistency/model.py",
         "value_text(_plain(group[key]))",
-        "shown(None)",
+        "value_text(None)",
         (
             "tests/ranks/watchdog/test_same_model.py::test_another_optimizer_is_named[ddp-rate-fabric]",
         ),
