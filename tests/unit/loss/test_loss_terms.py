@@ -221,8 +221,8 @@ def test_another_tensor_beside_parameters_is_told() -> None:
 def test_a_small_part_of_another_tensor_is_told(term: Any) -> None:
     """One row of many: the norm of all hardly moves."""
     draws = torch.Generator().manual_seed(0)
-    own, other = torch.randn(4000, 8, generator=draws), []
-    parameter = nn.Parameter(torch.zeros(4000, 8))
+    own, other = torch.randn(40000, 8, generator=draws), []
+    parameter = nn.Parameter(torch.zeros(40000, 8))
     for x in (own, own.index_fill(0, torch.tensor([7]), 0.0)):
         counts = TargetCounts()
         counts.note_shared(3, loss_terms(mean(tokens()) + 0.1 * term(parameter, x)))
