@@ -33,10 +33,10 @@ GUARD_MUTANTS = (
         "Whole rows times a number that differs a little between ranks train on.",
     ),
     Mutant(
-        "ranks send what their own kind of a value needs",
+        "ranks combine a value by their own kind of it",
         "lightning_cp/logging/reduce.py",
-        "if losses and is_mean else []",
-        "if losses and call.kind in MEANS else []",
+        "call.kind if len({*of_ranks}) == 1 else Kind.METRIC",
+        "call.kind",
         (
             "tests/ranks/logging/test_log_kinds.py::test_ranks_that_log_a_name_with_other_kinds[ring3]",
         ),
