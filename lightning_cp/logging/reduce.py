@@ -300,7 +300,7 @@ class StepLog:
         if not _losses_fit(lists, mesh.sample_size):
             calls = [call for call in calls if not call.where.startswith(STEP_LOSS)]
         calls = self._with_missing_ratios(calls, lists)
-        ratios = sorted([call for call in calls if call.kind is Kind.RATIO], key=_key)
+        ratios = sorted([call for call in calls if call.kind is Kind.RATIO], key=attrgetter("key"))
         if ratios:
             _reduce_ratios(ratios, mesh, flat)
         first = 0 if flat is Flat.CP else mesh.data_rank * mesh.sample_size
@@ -490,7 +490,7 @@ def _exchange(
             kinds.setdefault(key, []).append(Kind(kind))
     shared: list[_SharedCall] = []
     values: list[torch.Tensor] = []
-    for call in sorted(calls, key=_key):
+    for call in sorted(calls, key=attrgetter("key")):
         of_ranks = kinds.get(call.key, [])
         if len(of_ranks) < len(lists) or call.kind is Kind.RATIO:
             continue
@@ -528,10 +528,6 @@ def _doubted(ranks: StepRanks, *, together: bool) -> Sequence[Mismatch]:
         return tuple(Mismatch)
     is_declared = ranks.declares_targets and ranks.weights_by_loss is None
     return (Mismatch.ROWS, Mismatch.MEAN) if is_declared else (Mismatch.ROWS,)
-
-
-_key = attrgetter("key")
-"""Key of a call, by which it is sorted."""
 
 
 def _differs_and_nan(row: torch.Tensor) -> torch.Tensor:

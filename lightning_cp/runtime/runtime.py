@@ -263,7 +263,7 @@ class ContextParallelRuntime:
             self.step.end()
 
     def _end_step_of(self, binding: ModelBinding) -> None:
-        for line in [] if self.records.is_probe else binding.patches.told():
+        for line in [] if self.records.is_probe else binding.patches.pop_reports():
             rank_zero_info(line)
         binding.patches.end()
         if binding.draws is not None:

@@ -304,7 +304,7 @@ class StepPatches:
         while self._undo:
             self._undo.pop()()
 
-    def told(self) -> list[str]:
+    def pop_reports(self) -> list[str]:
         """Return lines about the step that ends now, each kind once."""
         said: list[str] = []
         for report in list(self._reports):
