@@ -14,7 +14,6 @@ from tests.nightly.mutants.run import ROOT, TestRun, Verdict
 from tests.nightly.mutants.table import MUTANTS, sample
 
 
-@pytest.mark.quick("zigzag off by one", "wrong position offset", "a trimmed tile one query short")
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=lambda mutant: mutant.name)
 def test_mutants_fit_the_code(mutant: Mutant, tmp_path: Path) -> None:
     copy = tmp_path / mutant.file
