@@ -226,13 +226,13 @@ def test_without_labels_logits_are_made_and_that_is_said_once() -> None:
     want = model(input_ids=IDS).logits
     patches = in_step(model)
     model(input_ids=IDS, labels=IDS)
-    assert patches.told() == []
+    assert patches.pop_reports() == []
     for _ in range(2):
         assert torch.equal(model(input_ids=IDS).logits, want)
-    (line,) = patches.told()
+    (line,) = patches.pop_reports()
     assert line.startswith("chunked_loss: LlamaForCausalLM was called without labels=")
     assert torch.equal(model(input_ids=IDS).logits, want)
-    assert patches.told() == []
+    assert patches.pop_reports() == []
     patches.end()
     assert torch.equal(model(input_ids=IDS).logits, want)
 

@@ -226,15 +226,15 @@ def test_what_a_step_keeps_is_told_once() -> None:
     patches = in_step(model, **BLOCKS)
     with torch.no_grad():
         model(batch["input_ids"])
-    assert patches.told() == []
+    assert patches.pop_reports() == []
     model(batch["input_ids"])
     kept = 2 * batch["input_ids"].numel() * 32 * 8 / 2**20
-    (line,) = patches.told()
+    (line,) = patches.pop_reports()
     assert line == (
         "activation checkpointing of 2 LlamaDecoderLayer: this rank keeps "
         f"{kept:.2f} MiB of their inputs"
     )
-    assert patches.told() == []
+    assert patches.pop_reports() == []
 
 
 def test_a_cache_is_not_filled_twice() -> None:
