@@ -177,9 +177,10 @@ class BatchSettings:
         "auto",
         "meaning of the labels: `auto` (for Hugging Face models that are called with `labels=`: labels "
         "are shifted on the whole sequence), `shift` (the same, and the step takes its targets from "
-        '`batch["shift_labels"]`), or `aligned` (`labels[i]` is the target of token i; any other module '
-        "must declare this).",
-        choices=("auto", "aligned", "shift"),
+        '`batch["shift_labels"]`), `aligned` (`labels[i]` is the target of token i; any other module '
+        "must declare this), or `none` (no labels of tokens: the loss is one of whole sequences, or counts "
+        "targets that the step declares).",
+        choices=("auto", "aligned", "shift", "none"),
     )
     label_key: str = setting(
         "labels", 'dotted name of the labels in a batch; an index for a tuple, such as `"1"`.'

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.loss.averages import RATIO_HOOK, log_token_ratio, zero_where_uncounted
+from lightning_cp.loss.sequence import Index, SequenceTokens
 from lightning_cp.loss.terms import declared_count, divisor
 
 
@@ -58,6 +59,52 @@ class ContextParallelMixin:
         """
         strategy = _strategy_of(self)
         return strategy.unshard(x, dim=dim) if hasattr(strategy, "unshard") else x
+
+    def sequence_sum(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the sums of a rank's values over whole rows, ``[B, ...]``; in a packed batch over documents.
+
+        Differentiable. Every rank calls it and gets the same; a loss of it has one process's gradients::
+
+            logps = self.sequence_sum(token_logps, mask)  # [B], as for DPO
+
+        Args:
+            x: ``[B, L, ...]``, a value for each of this rank's tokens.
+            mask: ``[B, L]``, bool or weights of tokens; ``None``: all count. Padding never counts. Without
+                this strategy, no padding is known: pass the mask.
+
+        Raises:
+            ShapeError: values of other tokens than those of the step.
+        """
+        return _of_sequences(self, "sequence_sum", x, mask)
+
+    def sequence_mean(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the means of a rank's values over whole rows or documents, as ``sequence_sum``.
+
+        A row of which nothing counts has the mean 0.
+        """
+        return _of_sequences(self, "sequence_mean", x, mask)
+
+    def sequence_pick(self, x: torch.Tensor, index: Index) -> torch.Tensor:
+        """Return the values of one token of each row or document, ``[B, ...]``, as ``sequence_sum``.
+
+        Args:
+            x: ``[B, L, ...]``, values of this rank's tokens.
+            index: one place for all, or one for each row (``[B]``) or document, equal on all ranks. It counts
+                the tokens of that row or document; -1 is the last one that is not padding.
+
+        Raises:
+            ConfigError: a place that is not there, or is padding.
+        """
+        return _of_sequences(self, "sequence_pick", x, index)
+
+    def gather_data(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows ``[B, ...]`` of all data ranks, in their order; differentiable.
+
+        Use it for losses that compare rows of different data ranks (contrastive losses, group statistics).
+        ``x`` is equal on ranks that share a sample, as values of ``sequence_mean`` are.
+        """
+        strategy = _strategy_of(self)
+        return strategy.gather_data(x) if hasattr(strategy, "gather_data") else x
 
     def count_targets(self, counted: torch.Tensor | float) -> torch.Tensor:
         """Declare the targets that the loss of this step counts, if they are not the batch's labels.
@@ -159,6 +206,15 @@ class ContextParallelMixin:
             module.log(name, total / count)
         else:
             log_token_ratio(module, module.log, name, total, count, (total, count), options)
+
+
+def _of_sequences(module: Any, name: str, x: torch.Tensor, argument: Any) -> torch.Tensor:
+    """Call a method of the strategy; without it, this process has all tokens of the rows."""
+    strategy = _strategy_of(module)
+    if hasattr(strategy, name):
+        return getattr(strategy, name)(x, argument)
+    tokens = SequenceTokens.whole(*x.shape[:2], device=x.device)
+    return getattr(tokens, name.removeprefix("sequence_"))(x, argument).over(None)
 
 
 def _strategy_of(module: Any) -> Any:

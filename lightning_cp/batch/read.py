@@ -190,7 +190,7 @@ def _aligned_labels(
     tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int], rules: BatchRules
 ) -> torch.Tensor | None:
     labels = tensors.get(rules.label_key)
-    if labels is None or rules.labels == "ignore":
+    if labels is None or rules.labels in ("ignore", "none"):
         return None
     _check_single_labels(dims, rules)
     shape, dim = tuple(labels.shape), dims.get(rules.label_key)
@@ -235,6 +235,8 @@ def _sequence_dims(tensors: Mapping[str, torch.Tensor], rules: BatchRules) -> di
     dims: dict[str, int] = {}
     for name, x in tensors.items():
         dim = rules.sequence_dims.get(name, KNOWN_DIMS.get(name))
+        if name == rules.label_key and rules.labels == "none":  # of rows
+            dim = rules.sequence_dims.get(name)
         if name not in rules.sequence_dims and name == MASK and x.dim() != 2:
             raise ConfigError(
                 f"an attention_mask of shape {tuple(x.shape)} cannot be sharded. {EXPRESSIBLE}"
@@ -270,11 +272,10 @@ def labels_per_row(tensors: Mapping[str, torch.Tensor], label_key: str) -> str |
     if not any(x.dim() > 1 and x.shape[0] == rows for x in tensors.values()):
         return None
     return (
-        f"{label_key!r} of shape {tuple(labels.shape)} has a label for each row, which is not supported yet "
-        "where ranks share a sequence: there must be one for each token, -100 where there is no target. Pass "
-        "context_parallel_size=1 and data_parallel_size=<number of ranks>, which shares no sample. Or give "
-        "the labels of rows another name, and compute the loss from self.unshard(output); a batch then "
-        f"needs a {label_key!r} of any number but -100 for each token."
+        f"{label_key!r} of shape {tuple(labels.shape)} has a label for each row, but labels of tokens are "
+        "expected: one for each token, -100 where there is no target. Say labels='none' if the loss is one "
+        "of whole rows, and compute it from self.sequence_pick(values, -1), sequence_mean or sequence_sum. "
+        "Or share no sample: context_parallel_size=1 and data_parallel_size=<number of ranks>."
     )
 
 
@@ -323,6 +324,13 @@ def check_declared(
     for name, x in tensors.items():
         if name in dims or name in rules.sequence_dims or has_boundaries(name):
             continue
+        if name == rules.label_key and rules.labels == "none" and x.shape[1:2] == (seq_len,):
+            raise ConfigError(
+                f"labels='none' says that the batch has no labels of tokens, but {name!r} of shape "
+                f"{tuple(x.shape)} runs along the sequence. For a mean over labelled tokens say "
+                "labels='aligned' or 'shift'; labels of rows may be [rows] or [rows, classes]; give other "
+                "values of tokens another name and declare their dimension in sequence_dims."
+            )
         if seq_len in x.shape:
             asked[name] = list(x.shape).index(seq_len)
             questions.append(
@@ -353,13 +361,13 @@ def _ask_for_labels(
     tensors: Tensors, dims: Mapping[str, int | None], rules: BatchRules
 ) -> Questions:
     """Return the question about missing labels, and the tensor that they may be."""
-    if rules.label_key in tensors:
+    if rules.label_key in tensors or rules.labels == "none":
         return [], {}
     question = (
         "training needs the labels of the batch to weight the loss of each rank, but there is no key "
         f"{rules.label_key!r} among {sorted(tensors)}. Add it, or name it: label_key='<name>' "
-        "('1' for the second of a tuple). A loss of whole sequences (a reward, a pair of answers) needs a "
-        "value for each token as well, any number but -100; compute it from self.unshard(output)."
+        "('1' for the second of a tuple). If the loss is one of whole sequences (a reward, a class, a pair of "
+        "answers), say labels='none' and compute it from self.sequence_sum(values) and its kin."
     )
     likely = _likely_labels(tensors, dims)
     return [question], {} if likely is None else {"label_key": likely}

@@ -126,7 +126,7 @@ def shard_batch(
         given,
         tensors.get(rules.label_key),
         aligned_local,
-        valid_counts(whole, layout) if valid is None else valid,
+        valid_counts(whole, layout, rules.labels) if valid is None else valid,
         whole.rows,
         padding_mask_of(whole.tensors),
     )
@@ -169,8 +169,15 @@ def _read(batch: Any, rules: BatchRules) -> WholeBatch | None:
         return None
 
 
-def valid_counts(whole: WholeBatch, layout: SequenceLayout) -> tuple[int, ...]:
-    """Return the targets of every context-parallel rank; tokens, if the batch has no labels."""
+def valid_counts(
+    whole: WholeBatch, layout: SequenceLayout, labels: str = "auto"
+) -> tuple[int, ...]:
+    """Return the targets of every context-parallel rank; tokens, if the batch has no labels.
+
+    With ``labels="none"`` each rank counts 1: losses of whole sequences are equal on all of them.
+    """
+    if labels == "none":
+        return (1,) * layout.cp_size
     if whole.aligned_labels is None:
         per_token = torch.full((whole.seq_len,), whole.rows, dtype=torch.int64)
     else:
@@ -317,6 +324,8 @@ class Sharding:
     """The step trains: ranks with other samples take it together."""
     choice: LayoutChoice | None = None
     """Choice of the layout with its reason, if the kind is ``auto``."""
+    without_labels: bool = False
+    """``labels="none"``: the loss is one of whole sequences, or declares its targets."""
 
 
 def shard_batch_checked(
@@ -360,7 +369,7 @@ def shard_batch_checked(
         whole = read_batch(batch, rules, needs_labels=training)
         _check_not_sharded(whole, before)
         choice = layout_of(whole, rules, rule, mesh)
-        valid = valid_counts(whole, choice.layout)
+        valid = valid_counts(whole, choice.layout, rules.labels)
         facts = _facts(whole, choice.layout, valid)
     except Exception as refused:  # any: a rank that raised alone would leave the others waiting
         error = refused
@@ -371,11 +380,12 @@ def shard_batch_checked(
     assert choice is not None
     layout = choice.layout
     if not facts["targets"]:
-        console.warn("a batch has no valid label at all: it adds nothing.")
+        console.warn("a batch has no valid label at all: a mean over its labels adds nothing.")
     part = shard_batch(whole, layout, mesh.cp_rank, rules, valid)
     told = choice if rule.kind == "auto" else None
     facts_of_positions = batch_position_info(whole, layout)
-    return Sharding(part, facts_of_positions, empty > 0, targets, training, told)
+    is_unlabelled = rules.labels == "none"
+    return Sharding(part, facts_of_positions, empty > 0, targets, training, told, is_unlabelled)
 
 
 def already_sharded(tensors: Mapping[str, torch.Tensor], before: ShardedBatch | None) -> list[str]:

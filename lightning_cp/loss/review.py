@@ -62,6 +62,7 @@ class RunLosses:
         if not weight.depends_on_counts:
             return
         means = loss_terms(loss)
+        check_sequence_terms(means, weight)
         self.counts.note(means, weight.targets)
         passes, is_known = self.passes(loss, weight), _is_known(means)
         _note(
@@ -102,6 +103,42 @@ class RunLosses:
         self.exact_zeros.add(zeros)
 
 
+def check_sequence_terms(means: LossTerms, weight: StepLoss) -> None:
+    """Check that a loss of whole sequences is one, and that rows weigh alike.
+
+    Raises:
+        ConfigError: labels are declared as absent, and the loss is a rank's own mean; or ``token_weighting``
+            would weight a row's term by its tokens.
+    """
+    if weight.without_labels and not weight.is_declared:
+        if means.counts or not _is_known(means):
+            raise ConfigError(_OWN_MEAN)
+        if not means.gathered:
+            raise ConfigError(_NOT_OF_SEQUENCES)
+    if means.gathered and weight.of_window:
+        raise ConfigError(_WEIGHED_BY_TOKENS)
+
+
+_WAYS = (
+    "Compute it from self.sequence_sum(values), sequence_mean, sequence_pick or unshard (of "
+    "ContextParallelMixin, or of the strategy), which are equal on all ranks; or, for a mean over tokens that "
+    "the step chooses, divide by self.count_targets(mask)."
+)
+_OWN_MEAN = (
+    "with labels='none' a loss must be the same number on all ranks that share a sample, but this one is "
+    f"computed from a rank's own tokens. {_WAYS}"
+)
+_NOT_OF_SEQUENCES = (
+    "with labels='none' the loss of this step is computed from no value of whole sequences and declares no "
+    f"targets. {_WAYS}"
+)
+_WEIGHED_BY_TOKENS = (
+    "a term of whole sequences (of sequence_sum, sequence_mean, sequence_pick or unshard) would be weighted by "
+    "the tokens of its rows, as token_weighting='global' says. Use token_weighting='micro_batch', or a mean "
+    "over tokens alone."
+)
+
+
 class ProbeLosses:
     """Losses of probe steps: facts for the check that made the step; nothing is refused."""
 
@@ -120,6 +157,7 @@ class ProbeLosses:
         if not weight.depends_on_counts:
             return
         means = loss_terms(loss)
+        check_sequence_terms(means, weight)
         self._run.probe = _facts_of(loss, means, weight)
         passes = self._run.passes(loss, weight)
         _note(

@@ -102,6 +102,11 @@ def ignores_label(loss: torch.Tensor, label: int) -> bool:
     return False
 
 
+def has_sequence_values(loss: torch.Tensor) -> bool:
+    """True if a loss is computed from values of whole sequences, among others."""
+    return bool(_unshard_nodes([loss.grad_fn] if loss.grad_fn is not None else []))
+
+
 class LossFactors(NamedTuple):
     """Numbers and one-element tensors that terms of a loss are multiplied by, in the order of the graph.
 

@@ -26,7 +26,7 @@ from lightning_cp.errors import ConfigError, NonFiniteError
 from lightning_cp.layout.axes import Flat
 from lightning_cp.loss.accumulation import AccumulatedTokens
 from lightning_cp.loss.counts import COUNTS, MORE_TOKENS, NUMBER
-from lightning_cp.loss.terms import declared_count
+from lightning_cp.loss.terms import declared_count, has_sequence_values
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.randomness.token_draws import find_token_dims
 from lightning_cp.utils.tensors import to_list
@@ -132,6 +132,8 @@ class StepLoss:
         self._targets: float = sharding.targets
         self._valid = sharding.part.valid
         self._some_rank_empty = sharding.some_rank_empty
+        self.without_labels = sharding.without_labels
+        """``labels="none"``: ranks weigh alike until the step declares a count."""
         self._muted: torch.Tensor | None = None
         self._own: torch.Tensor | None = None
         self._declared: torch.Tensor | None = None
@@ -215,7 +217,8 @@ class StepLoss:
         return self._mesh.cp_size > 1 or self._accumulated is not None
 
     @property
-    def _of_window(self) -> bool:
+    def of_window(self) -> bool:
+        """True if targets weigh alike in all data ranks and in an accumulation window."""
         return self._accumulated is not None and self._trains
 
     def checked_count(self, counted: torch.Tensor | float) -> torch.Tensor:
@@ -225,7 +228,7 @@ class StepLoss:
             ConfigError: an invalid count; a second one before the backward of the first, or in one batch
                 with ``token_weighting="global"``; or, in evaluation, one that includes padding.
         """
-        if self.awaits_loss or (self._of_window and self._declared is not None):
+        if self.awaits_loss or (self.of_window and self._declared is not None):
             raise ConfigError(_TWICE)
         self._note_padding(counted)
         if not self._trains and self._padding is not None and self._padding:
@@ -265,7 +268,7 @@ class StepLoss:
         One sum over the cp group, on its device, of a number per rank; the host does not wait. With
         ``token_weighting="global"`` the sum is over all ranks, and the host waits for it.
         """
-        of_window = self._of_window
+        of_window = self.of_window
         mesh, self._is_used = self._mesh, False
         ranks = mesh.cp_size * (mesh.data_size if of_window else 1)
         first = mesh.data_rank * mesh.cp_size if of_window else 0
@@ -314,6 +317,8 @@ class StepLoss:
         self._gone.append((self._counts, loss.detach()))
         if self._declared is not None:
             weighted = loss * (declared_scale(self._declared, rank) * weight).to(loss)
+        elif not any(self._valid) and has_sequence_values(loss):
+            weighted = loss * weight
         elif self._valid[rank]:
             weighted = loss * (loss_scale(self._valid, rank) * weight)
         else:

@@ -467,12 +467,12 @@ def _declared(options: Mapping[str, Any], settings: StrategyConfig) -> str:
 
 
 def resolve_labels(model: nn.Module, declared: str, *, required: bool) -> str:
-    """Return the meaning of the labels: ``shift``, ``aligned`` or ``ignore``.
+    """Return the meaning of the labels: ``shift``, ``aligned``, ``none`` or ``ignore``.
 
     Raises:
         UndeclaredError: labels matter, and it is unknown whether they are shifted.
     """
-    if declared in ("aligned", "shift"):
+    if declared in ("aligned", "shift", "none"):
         return declared
     kinds = {label_alignment(root) for root in hf_models(model)}
     if len(kinds) == 1 and None not in kinds:
@@ -488,6 +488,6 @@ def resolve_labels(model: nn.Module, declared: str, *, required: bool) -> str:
         "dataset (labels[i] is the target of token i) and declare labels='aligned'; or leave the dataset as "
         "it is, declare labels='shift', and compute the loss of all logits with batch['shift_labels'], which "
         "is there where ranks share a sequence. There must be one label per token, -100 where there is no "
-        "target; a label per sequence cannot be weighted."
+        "target. Without labels of tokens (a reward, a class, a pair of answers), declare labels='none'."
     )
     raise UndeclaredError([question], {"labels": "aligned"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -15,10 +15,17 @@ from lightning_cp.batch.loss_calls import LossCalls
 from lightning_cp.batch.sharder import ShardedBatch, Sharding
 from lightning_cp.batch.step_state import PositionInfo, StepState
 from lightning_cp.errors import ConfigError
+from lightning_cp.layout.axes import Flat
 from lightning_cp.logging.reduce import PendingFindings, equal, side_by_side, weighted_mean
 from lightning_cp.loss.averages import NO_LOSS
 from lightning_cp.loss.counts import TRAINS
 from lightning_cp.loss.review import LossReview
+from lightning_cp.loss.sequence import (
+    Index,
+    PartialSums,
+    SequenceTokens,
+    gather_rows,
+)
 from lightning_cp.loss.terms import declared_count, divisor
 from lightning_cp.loss.weighting import StepLoss
 from lightning_cp.mesh import ContextParallelMesh
@@ -62,6 +69,7 @@ class StepContext:
         self.trains = True
         """True if the step trains, and so has a loss."""
         self._positions = PositionInfo()
+        self._sequences: SequenceTokens | None = None
         if sharding is not None:
             self.part, self.trains = sharding.part, sharding.trains
             self._positions = sharding.positions
@@ -270,6 +278,43 @@ class StepContext:
         """Return the whole tensor of a local one, in original order and length; differentiable."""
         self.before_data()
         return x if self.part is None else self.mesh.unshard(x, self.part.layout, dim=dim)
+
+    def sequence_sum(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Return the sums of local values over whole sequences; see ``SequenceTokens``."""
+        return self._over_sequences("sequence_sum", x, lambda tokens: tokens.sum(x, mask))
+
+    def sequence_mean(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Return the means of local values over whole sequences."""
+        return self._over_sequences("sequence_mean", x, lambda tokens: tokens.mean(x, mask))
+
+    def sequence_pick(self, x: torch.Tensor, index: Index) -> torch.Tensor:
+        """Return the values of one token of each whole sequence."""
+        return self._over_sequences("sequence_pick", x, lambda tokens: tokens.pick(x, index))
+
+    def _over_sequences(
+        self, name: str, x: torch.Tensor, of: Callable[[SequenceTokens], PartialSums]
+    ) -> torch.Tensor:
+        """Return a value of whole sequences. Every rank calls this; all know if one cannot.
+
+        Raises:
+            ConfigError, ShapeError: values that do not fit the step.
+            RankFailure: that happened on another rank.
+            BatchMismatchError: another rank does not call this.
+        """
+        handle = self._binding.handle
+        if self.part is None or handle is None:
+            return of(SequenceTokens.whole(*x.shape[:2], device=x.device)).over(None)
+        if self._sequences is None:
+            mask = None if self._binding.rules.reads_masks else self.part.padding_mask
+            rank, rows = self.mesh.cp_rank, self.part.rows
+            self._sequences = SequenceTokens.of(self.part.layout, rank, rows, mask, x.device)
+        own = handle.checks.run(name, partial(of, self._sequences))
+        return own.over(self.mesh.group(Flat.CP))
+
+    def gather_data(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all data ranks; differentiable."""
+        self.before_data()
+        return gather_rows(x, self.mesh.group(Flat.DATA))
 
     def token_positions(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return int64 [B or 1, L]: global positions of the tokens; 0, 1, ... of ``x`` outside of a step."""

@@ -52,6 +52,7 @@ from lightning_cp.launch.ranks import (
 from lightning_cp.layout import LayoutChoice
 from lightning_cp.layout.axes import Flat
 from lightning_cp.loaders.synchronized import LoaderSynchronizer
+from lightning_cp.loss.sequence import Index
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.randomness.token_draws import Per, draw_per
 from lightning_cp.runtime.runtime import ContextParallelRuntime
@@ -352,6 +353,22 @@ class ContextParallelStrategy:
         Differentiable. Every rank calls it, and gets the same; a loss of it has the gradients of one process.
         """
         return self.runtime.step.unshard(x, dim)
+
+    def sequence_sum(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Return sums over whole rows or packed documents, as ``ContextParallelMixin.sequence_sum``."""
+        return self.runtime.step.sequence_sum(x, mask)
+
+    def sequence_mean(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Return means over whole rows or packed documents, as ``ContextParallelMixin.sequence_mean``."""
+        return self.runtime.step.sequence_mean(x, mask)
+
+    def sequence_pick(self, x: torch.Tensor, index: Index) -> torch.Tensor:
+        """Return one token of each row or document, as ``ContextParallelMixin.sequence_pick``."""
+        return self.runtime.step.sequence_pick(x, index)
+
+    def gather_data(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all data ranks, as ``ContextParallelMixin.gather_data``."""
+        return self.runtime.step.gather_data(x)
 
     def count_targets(self, counted: torch.Tensor | float) -> torch.Tensor:
         """Declare the targets that the loss of this step counts, if they are not the batch's labels.

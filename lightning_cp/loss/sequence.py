@@ -1,0 +1,289 @@
+"""Values of whole sequences: sums, means and single tokens of rows or packed documents, equal on all ranks.
+
+Let ``z`` be the sum over ranks of what each computes from its own tokens, and ``L(z)`` a loss. Ranks scale
+their losses by weights ``w_r`` whose sum is the number of ranks, and the engine takes the mean of gradients.
+If backward sums the gradients of ``z`` over ranks, each rank gets ``sum_r w_r L'(z) = ranks * L'(z)``, and
+the mean is the gradient of one process. So whole-sequence terms and token means may be mixed in one loss.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, SupportsIndex
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lightning_cp.comm.all_gather import all_gather
+from lightning_cp.comm.reduce import all_sum
+from lightning_cp.errors import ConfigError, ShapeError
+from lightning_cp.layout import SequenceLayout
+from lightning_cp.utils.autograd_notes import Origin, note_origin
+from lightning_cp.utils.tensors import to_list
+
+Index = int | Sequence[int] | torch.Tensor
+"""A place in each sequence: one number for all, or one for each."""
+
+
+@dataclass(frozen=True, eq=False)
+class PartialSums:
+    """This rank's part of sums over sequences, and the function that makes the result of the whole sums."""
+
+    own: torch.Tensor
+    """[sequences, ...] in at least float32."""
+    finish: Callable[[torch.Tensor], torch.Tensor]
+
+    def over(self, group: dist.ProcessGroup | None) -> torch.Tensor:
+        """Return the result, equal on all ranks of ``group``; ``None``: this rank has all tokens.
+
+        One all-reduce of the size of ``own``, and one in backward.
+        """
+        several = group is not None and group.size() > 1
+        whole = _SumOverRanks.apply(self.own, group) if several else self.own
+        result = self.finish(whole)  # type: ignore[arg-type]
+        note_origin(result, Origin.SEQUENCE)
+        return result
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceTokens:
+    """The sequences of a batch, and the place of a rank's tokens in them.
+
+    A sequence is a row; in a packed batch (some row has several documents) it is a document, and documents
+    count in the order of rows. Padding belongs to no sequence.
+    """
+
+    owner: torch.Tensor
+    """int64 [B, L]: the sequence of each local token, -1 for padding."""
+    place: torch.Tensor
+    """int64 [B, L]: the number of tokens before it in its sequence."""
+    lengths: tuple[int, ...]
+    """Tokens of each sequence."""
+    is_packed: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        layout: SequenceLayout,
+        cp_rank: int,
+        rows: int,
+        mask: torch.Tensor | None = None,
+        device: torch.device | str = "cpu",
+    ) -> SequenceTokens:
+        """Find a rank's tokens in the sequences of a batch.
+
+        Args:
+            layout: of the batch, with its documents.
+            cp_rank: the rank.
+            rows: rows of the batch.
+            mask: [B or 1, S] on any device, 0 for padding that the documents may not know; ``None``: no more
+                padding. It waits for the device.
+            device: of the result.
+        """
+        positions = layout.positions(cp_rank).numpy()
+        known = layout.documents
+        every = [np.array([[0, layout.seq_len]])] if known is None else list(known.rows)
+        every = every * rows if len(every) == 1 else every
+        is_packed = any(len(spans) > 1 for spans in every)
+        kept = None if mask is None else (mask != 0).expand(rows, -1).cpu().numpy()
+        owner, place = (np.full((rows, len(positions)), fill) for fill in (-1, 0))
+        lengths: list[int] = []
+        for row, spans in enumerate(every):
+            # Tokens before each position: of any kind, or only those that are not padding.
+            before = np.arange(layout.padded_len + 1)
+            if kept is not None:
+                before = np.concatenate([[0], np.cumsum(kept[row])])
+                before = np.pad(before, (0, layout.padded_len + 1 - len(before)), mode="edge")
+            spans = spans if len(spans) or is_packed else np.zeros((1, 2), np.int64)
+            at = np.searchsorted(spans[:, 0], positions, side="right") - 1
+            inside = (
+                (at >= 0) & (positions < spans[np.maximum(at, 0), 1]) if len(spans) else at >= 0
+            )
+            inside &= before[positions + 1] > before[positions]
+            owner[row, inside] = at[inside] + len(lengths)
+            place[row, inside] = (
+                (before[positions] - before[spans[at, 0]])[inside] if len(spans) else 0
+            )
+            lengths += (before[spans[:, 1]] - before[spans[:, 0]]).tolist()
+        tensors = (torch.from_numpy(x).to(device) for x in (owner, place))
+        return cls(*tensors, tuple(lengths), is_packed)
+
+    @classmethod
+    def whole(cls, rows: int, tokens: int, device: torch.device | str = "cpu") -> SequenceTokens:
+        """Make the sequences of rows that one process holds whole."""
+        return cls.of(SequenceLayout(tokens), 0, rows, None, device)
+
+    @property
+    def count(self) -> int:
+        """Number of sequences."""
+        return len(self.lengths)
+
+    def sum(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> PartialSums:
+        """Return the sums of ``x`` over sequences, [sequences, ...]; padding never counts.
+
+        Args:
+            x: [B, L, ...], values of this rank's tokens.
+            mask: [B, L], bool or weights of these tokens; ``None``: all count.
+
+        Raises:
+            ShapeError: values or a mask of other tokens.
+        """
+        self._check_shape("sequence_sum", x)
+        return PartialSums(self._local_sums(x, mask), lambda sums: sums.to(x.dtype))
+
+    def mean(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> PartialSums:
+        """Return the means of ``x`` over sequences, [sequences, ...]; 0 where nothing counts.
+
+        As ``sum``. The sums of a mask travel in the same message.
+        """
+        self._check_shape("sequence_mean", x)
+        sums = self._local_sums(x, mask)
+        if mask is None:
+            counts = torch.tensor(self.lengths, dtype=sums.dtype, device=x.device)
+            return PartialSums(sums, lambda whole: _divide(whole, counts).to(x.dtype))
+        counted = self._local_sums(mask.detach().to(sums.dtype), None)
+        joined = torch.cat([sums.reshape(self.count, -1), counted[:, None]], dim=1)
+
+        def finish(whole: torch.Tensor) -> torch.Tensor:
+            return _divide(whole[:, :-1].view_as(sums), whole[:, -1].detach()).to(x.dtype)
+
+        return PartialSums(joined, finish)
+
+    def pick(self, x: torch.Tensor, index: Index) -> PartialSums:
+        """Return the values of one token of each sequence, [sequences, ...]: sums of one term.
+
+        Args:
+            x: [B, L, ...], values of this rank's tokens.
+            index: the place within the row, or within the document of a pack; -1: the last. Padding has no
+                place. Waits for its device.
+
+        Raises:
+            ConfigError: a place that a sequence does not have.
+            ShapeError: values of other tokens, or another number of places.
+        """
+        self._check_shape("sequence_pick", x)
+        wanted = torch.tensor(self._places(index), device=x.device)
+        owner, place = self.owner.flatten(), self.place.flatten()
+        hit = (owner >= 0) & (place == wanted[owner.clamp(min=0)])
+        # The local token of each sequence; the number of tokens where another rank has it.
+        source = torch.full((self.count + 1,), len(owner), device=x.device)
+        source[torch.where(hit, owner, self.count)] = torch.arange(len(owner), device=x.device)
+        source = source[:-1]
+        is_own = (source < len(owner)).view(-1, *[1] * (x.dim() - 2))
+        values = x.flatten(0, 1)[source.clamp(max=len(owner) - 1)].to(_wide(x))
+        return PartialSums(torch.where(is_own, values, 0), lambda whole: whole.to(x.dtype))
+
+    def _local_sums(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Return this rank's part of the sums, [sequences, ...] in at least float32."""
+        x = x.to(_wide(x))
+        more = [1] * (x.dim() - 2)
+        if mask is not None:
+            self._check_shape("mask", mask)
+            if mask.dim() != 2:
+                raise ShapeError(
+                    f"mask has one value for each token, {list(self.owner.shape)}, got {tuple(mask.shape)}. "
+                    "Sum the values over their last dimensions first, or give one mask for all of them."
+                )
+            counts = mask.view(*mask.shape, *more)
+            x = torch.where(counts != 0, x if mask.dtype is torch.bool else x * counts, 0)
+        x = torch.where((self.owner >= 0).view(*self.owner.shape, *more), x, 0)
+        if not self.is_packed:
+            return x.sum(1)
+        sums = x.new_zeros(self.count, *x.shape[2:])
+        return sums.index_add(0, self.owner.clamp(min=0).flatten(), x.flatten(0, 1))
+
+    def _check_shape(self, name: str, x: torch.Tensor) -> None:
+        """Check that the first two dimensions of ``x`` are the rows and this rank's tokens.
+
+        Raises:
+            ShapeError: naming both shapes.
+        """
+        if x.shape[:2] != self.owner.shape:
+            rows, tokens = self.owner.shape
+            raise ShapeError(
+                f"{name} takes values [rows, tokens, ...] of this rank's tokens, [{rows}, {tokens}, ...] in "
+                f"this step, got {tuple(x.shape)}. Shifted values are one token short: compare logits with "
+                "batch['shift_labels'], which has a target for every token."
+            )
+
+    def _places(self, index: Index) -> list[int]:
+        """Return one place for each sequence, from 0; waits for the device of ``index``.
+
+        Raises:
+            ConfigError: a place that a sequence does not have.
+            ShapeError: not one number, or one for each sequence.
+        """
+        given = to_list(index) if isinstance(index, torch.Tensor) else index
+        if isinstance(given, SupportsIndex):
+            given = [operator.index(given)] * self.count
+        found = [operator.index(each) for each in given]
+        if len(found) != self.count:
+            raise ShapeError(
+                f"sequence_pick needs one index for each of {self.count} "
+                f"{'documents' if self.is_packed else 'rows'}, got {len(found)}. An index counts the tokens "
+                "of its own row or document; -1 is the last."
+            )
+        for at, (place, length) in enumerate(zip(found, self.lengths, strict=True)):
+            if not -1 <= place < length or not length:
+                raise ConfigError(
+                    f"sequence_pick({place}) is not a token of {'document' if self.is_packed else 'row'} "
+                    f"{at}, which has {length} without padding. Give 0 to {length - 1}, or -1 for the last."
+                )
+        return [
+            length - 1 if place < 0 else place
+            for place, length in zip(found, self.lengths, strict=True)
+        ]
+
+
+def gather_rows(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return the rows of all data ranks, [rows of all, ...], in the order of ranks; differentiable.
+
+    Gradients of all ranks are summed: with the mean that an engine takes over data ranks, a loss of all rows
+    has the gradient of one process with all of them.
+
+    Args:
+        x: [rows, ...], equal on ranks that share a sample, and as many rows on every rank.
+        group: the data ranks; ``None``: there is one.
+    """
+    if group is None or group.size() == 1:
+        return x
+    return torch.cat(all_gather(x, group))
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _divide(sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return means [sequences, ...]; 0 where nothing counts."""
+    return sums / torch.where(counts == 0, 1, counts).view(-1, *[1] * (sums.dim() - 1))
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Shapes over N ranks.
+
+    ========  =============  ===========  ====================
+    pass      input          collective   output
+    ========  =============  ===========  ====================
+    forward   x [...]        all-reduce   z [...], the sum
+    backward  dz [...]       all-reduce   dx [...], the sum of dz
+    ========  =============  ===========  ====================
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return all_sum(x.contiguous(), group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "a value of sequence_sum, sequence_mean or sequence_pick has no second derivative, which "
+                "create_graph=True asks for. Compute what needs it (a gradient penalty) from a rank's own "
+                "tokens, or with a strategy without context parallelism."
+            )
+        return all_sum(gradients[0].contiguous(), ctx.group), None

@@ -1,0 +1,152 @@
+"""Values of whole sequences on several ranks: one process's numbers and gradients, whatever ranks weigh."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.layout import Documents, SequenceLayout
+from lightning_cp.layout.axes import Flat
+from lightning_cp.loss.sequence import SequenceTokens, gather_rows
+from lightning_cp.mesh import ContextParallelMesh
+from tests.helpers.pool import expect_on_every_rank, run_ranks
+
+ROWS, LENGTH = 2, 37
+GRIDS = [(2, 1), (1, 2), (3, 1), (2, 2)]
+
+
+def documents_of(kind: str) -> Documents | None:
+    if kind == "rows":
+        return None
+    if kind == "padded":
+        mask = torch.ones(ROWS, LENGTH, dtype=torch.int64)
+        mask[0, :9], mask[1, 20:] = 0, 0
+        return Documents.from_padding_mask(mask)
+    return Documents.from_cu_seqlens(torch.tensor([[0, 5, 30, 37], [0, 37, 37, 37]]))
+
+
+def loss_of(
+    x: torch.Tensor, weights: torch.Tensor, tokens: SequenceTokens, group: Any
+) -> torch.Tensor:
+    """A function of sums, means and single tokens that is not linear in any of them."""
+    sums = tokens.sum(x.square(), weights).over(group)
+    means = tokens.mean(x, weights > 0.5).over(group)
+    last, first = (tokens.pick(x, at).over(group) for at in (-1, 0))
+    return F.logsigmoid(sums.mean() - means.exp().sum()) + (last * first).sin().sum()
+
+
+def on_ranks(
+    rank: int, world_size: int, ring: int, ulysses: int, layout_kind: Any, kind: str, shares: Any
+) -> tuple[float, torch.Tensor]:
+    mesh = ContextParallelMesh(ring_size=ring, ulysses_size=ulysses)
+    layout = SequenceLayout(LENGTH, ring, ulysses, layout_kind, documents_of(kind))
+    generator = torch.Generator().manual_seed(1)
+    whole = torch.randn(ROWS, LENGTH, 3, dtype=torch.float64, generator=generator)
+    weights = torch.rand(ROWS, LENGTH, dtype=torch.float64, generator=generator)
+    scale = torch.randn(3, dtype=torch.float64, generator=generator).requires_grad_()
+    local = mesh.shard(whole, layout, pad_value=1e3)
+    tokens = SequenceTokens.of(layout, mesh.cp_rank, ROWS)
+    own_weights = mesh.shard(weights, layout)
+    loss = loss_of(local * scale, own_weights, tokens, mesh.group(Flat.CP))
+    weight = shares[mesh.cp_rank] * mesh.cp_size / sum(shares)
+    (loss * weight).backward()
+    assert scale.grad is not None
+    dist.all_reduce(scale.grad)  # the engine's mean
+    mesh.destroy()
+    return loss.item(), scale.grad / world_size
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced"])
+@pytest.mark.parametrize("kind", ["rows", "padded", "packed"])
+@pytest.mark.parametrize("shares", [(1, 1, 1, 1), (5, 0, 2, 1)])
+def test_values_and_gradients_equal_one_process(
+    grid: tuple[int, int], layout: str, kind: str, shares: tuple[int, ...]
+) -> None:
+    ring, ulysses = grid
+    found = run_ranks(
+        ring * ulysses, on_ranks, ring, ulysses, layout, kind, shares[: ring * ulysses]
+    )
+    ((want, gradient),) = run_ranks(1, on_ranks, 1, 1, "contiguous", kind, (1,))
+    for loss, of_rank in found:
+        assert loss == pytest.approx(want, rel=1e-12)
+        torch.testing.assert_close(of_rank, gradient, rtol=1e-11, atol=1e-12)
+
+
+def of_all_rows(
+    rank: int, world_size: int, ring: int, data: int
+) -> tuple[float, torch.Tensor, torch.Tensor]:
+    mesh = ContextParallelMesh(ring_size=ring, data_parallel_shard_size=data)
+    layout = SequenceLayout(LENGTH, ring, 1, "zigzag")
+    generator = torch.Generator().manual_seed(1)
+    whole = torch.randn(4, LENGTH, 3, dtype=torch.float64, generator=generator)
+    rows = whole.chunk(data)[mesh.data_rank]
+    scale = torch.randn(3, dtype=torch.float64, generator=generator).requires_grad_()
+    local = mesh.shard(rows, layout) * scale
+    tokens = SequenceTokens.of(layout, mesh.cp_rank, len(rows))
+    own = tokens.mean(local.tanh()).over(mesh.group(Flat.CP))
+    every = gather_rows(own, mesh.group(Flat.DATA))
+    loss = F.cross_entropy(every @ every.T, torch.arange(4))  # each row against all others
+    loss.backward()
+    assert scale.grad is not None
+    dist.all_reduce(scale.grad)
+    mesh.destroy()
+    return loss.item(), scale.grad / world_size, every.detach()
+
+
+@pytest.mark.parametrize(("ring", "data"), [(1, 2), (2, 1), (2, 2)])
+def test_a_loss_of_the_rows_of_all_data_ranks(ring: int, data: int) -> None:
+    ((want, gradient, rows),) = run_ranks(1, of_all_rows, 1, 1)
+    for loss, of_rank, every in run_ranks(ring * data, of_all_rows, ring, data):
+        assert loss == pytest.approx(want, rel=1e-12)
+        torch.testing.assert_close(every, rows, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(of_rank, gradient, rtol=1e-11, atol=1e-12)
+
+
+def messages(rank: int, world_size: int) -> None:
+    """One all-reduce of the result's size each way, whatever a token's values are."""
+    mesh = ContextParallelMesh(ring_size=world_size)
+    layout = SequenceLayout(LENGTH, world_size)
+    tokens, group = SequenceTokens.of(layout, rank, ROWS), mesh.group(Flat.CP)
+    x = torch.randn(ROWS, layout.local_len, 3, requires_grad=True)
+    mask = torch.rand(ROWS, layout.local_len) < 0.5
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as send:
+        for own, size in [
+            (tokens.sum(x, mask), 6),
+            (tokens.mean(x, mask), 8),  # and the sums of the mask
+            (tokens.mean(x), 6),
+            (tokens.pick(x, -1), 6),
+        ]:
+            send.reset_mock()
+            value = own.over(group)
+            assert [call.args[0].numel() for call in send.call_args_list] == [size]
+            value.sum().backward()
+            assert [call.args[0].numel() for call in send.call_args_list] == [size, size]
+    mesh.destroy()
+
+
+def test_messages() -> None:
+    run_ranks(2, messages)
+
+
+def second_derivative(rank: int, world_size: int) -> None:
+    mesh = ContextParallelMesh(ring_size=world_size)
+    layout = SequenceLayout(LENGTH, world_size)
+    tokens = SequenceTokens.of(layout, rank, ROWS)
+    x = torch.randn(ROWS, layout.local_len, requires_grad=True)
+    value = tokens.sum(x).over(mesh.group(Flat.CP)).square().sum()
+    try:
+        torch.autograd.grad(value, x, create_graph=True)
+    finally:
+        mesh.destroy()
+
+
+def test_second_derivatives_are_refused() -> None:
+    expect_on_every_rank(2, second_derivative, error=ConfigError, match="has no second derivative")
