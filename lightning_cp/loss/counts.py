@@ -95,6 +95,9 @@ class SharedValues:
     """float64 [2] each: of gradients of values of ``unshard``, divided by targets."""
     factors: Sequence[float | torch.Tensor] = ()
     """Numbers and one-element tensors that a loss by hand is multiplied or divided by."""
+    value: Sequence[torch.Tensor] = ()
+    """float64 [2]: of a loss that must be the same number on all ranks; empty for any other."""
+    value_digits: int = 17
     digits: int = 17
     """Compared digits of gradients in every step; joined values must be equal to the last digit."""
     is_followed: bool = False
@@ -108,10 +111,14 @@ class SharedValues:
             self.digits = 5 if torch.finfo(x.dtype).eps < 1e-6 else 2
 
     @property
-    def votes(self) -> tuple[list[str], list[str]]:
+    def votes(self) -> tuple[list[str], list[str], list[str]]:
         """Texts that are compared in every step; waits for the device."""
         gradients = self.gradients if self.gradients and float(self.weighted) else []
-        return format_values(self.joined, 17), format_values(gradients, self.digits)
+        return (
+            format_values(self.value, self.value_digits),
+            format_values(self.joined, 17),
+            format_values(gradients, self.digits),
+        )
 
     def factors_by(self, ratios: Iterable[float]) -> list[str]:
         """Return the factors as texts for a vote; the weight times a known ratio is written as the ratio."""
@@ -206,11 +213,21 @@ class TargetCounts:
         return all(float(count) == rows for count, weight in self._pairs if _differ(count, weight))
 
     def note_shared(
-        self, weighted: Count, means: LossTerms | None, factors: LossFactors | None = None
+        self,
+        weighted: Count,
+        means: LossTerms | None,
+        factors: LossFactors | None = None,
+        whole: torch.Tensor | None = None,
     ) -> None:
         """Record the values of a loss that must be equal on ranks that share a sample, before its backward.
 
-        Every rank records every loss, so that the same ones are compared; ``None``: no values.
+        Every rank records every loss, so that the same ones are compared.
+
+        Args:
+            weighted: the targets of this rank.
+            means: the terms of the loss; ``None``: none are compared.
+            factors: of a loss by hand.
+            whole: a loss that must be the same number on all ranks; it stays on the device.
         """
         values = SharedValues(weighted)
         if factors is not None:
@@ -222,6 +239,10 @@ class TargetCounts:
             values.joined = [norm_and_projection(x) for x in means.joined]
             for node in means.gathered:
                 node.register_prehook(values.take_gradient)
+        if whole is not None:
+            values.value = [norm_and_projection(whole)]
+            values.value_digits = 6 if torch.finfo(whole.dtype).eps < 1e-6 else 2
+            values.is_followed = True
 
     @property
     def shares(self) -> bool:
@@ -251,18 +272,34 @@ class TargetCounts:
 
         Waits for the device for the norms.
         """
-        nothing: tuple[list[str], ...] = ([], [], [])
+        nothing: tuple[list[str], ...] = ([], [], [], [])
         shared = [
             (*each.votes, each.factors_by(self._ratios)) if each.is_followed else nothing
             for each in self._shared
         ]
         return [numbers for _, numbers in self._numbers] + shared
 
+    def check_values(self, step: int, group: dist.ProcessGroup, sample_size: int) -> None:
+        """Check that losses of whole sequences are the same numbers on ranks that share a sample. Collective.
+
+        Raises:
+            ConfigError: on every rank, with both numbers.
+        """
+        own = [(each.votes[0], each.value_digits) for each in self._shared]
+        for _, (first, of_ranks) in gather_by_sample(own, group, sample_size):
+            values, digits = of_ranks[0]
+            for rank, (others, _) in enumerate(of_ranks):
+                if first_difference(values, others, digits) is not None:
+                    shown = (
+                        float(x[1]) / 2 for x in (values, others)
+                    )  # a sum of two, with the sign
+                    raise ConfigError(_values_text(step, first, first + rank, *shown))
+
     def shared_difference(self, group: dist.ProcessGroup, sample_size: int) -> str | None:
         """Return the start of a message if shared values differ by more than rounding. Collective."""
         own = [each.votes for each in self._shared]
         for at, (first, of_ranks) in gather_by_sample(own, group, sample_size):
-            for kind, said, digits in ((0, JOINED, 17), (1, GATHERED, self._shared[at].digits)):
+            for kind, said, digits in ((1, JOINED, 17), (2, GATHERED, self._shared[at].digits)):
                 found = [(first + rank, x[kind]) for rank, x in enumerate(of_ranks) if x[kind]]
                 for rank, values in found[1:]:
                     apart = first_difference(found[0][1], values, digits)
@@ -368,6 +405,15 @@ def gather_by_sample(
     for first in range(0, len(every), sample_size):
         of_ranks = zip(*every[first : first + sample_size], strict=False)
         yield from enumerate((first, each) for each in of_ranks)
+
+
+def _values_text(step: int, rank: int, other: int, value: float, of_other: float) -> str:
+    return (
+        f"step {step}: the loss is {value:g} on rank {rank} and {of_other:g} on rank {other}, which share a "
+        "sample, but with labels='none' it must be the same number on both. Compute all of it from "
+        "self.sequence_sum(values), sequence_mean, sequence_pick or unshard, and draw random numbers for it "
+        "from a generator that is equal on these ranks. No rank has stepped."
+    )
 
 
 def _numbers_text(step: int, rank: int, own: list[float], other: int, others: list[float]) -> str:

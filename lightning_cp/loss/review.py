@@ -182,7 +182,8 @@ def _note(
 ) -> None:
     counts.note_padding(*weight.padding(by_hand=not is_known, asked=padding_asked))
     factors = factors_of(loss, weight.tokens) if follows and not is_known else None
-    counts.note_shared(weight.targets, None if passes else means, factors)
+    whole = loss if weight.without_labels and not weight.is_declared else None
+    counts.note_shared(weight.targets, None if passes else means, factors, whole)
 
 
 def _facts_of(loss: torch.Tensor, means: LossTerms, weight: StepLoss) -> ProbeLoss:

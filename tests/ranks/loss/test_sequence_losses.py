@@ -119,3 +119,150 @@ def test_they_equal_one_process(ranks: int, settings: Settings, labels: str, way
 def test_beside_a_mean_over_labels(ranks: int, settings: Settings) -> None:
     for got in run_ranks(ranks, trained, settings, mixed):
         close(got, alone(mixed))
+
+
+def no_label(loop: Loop, batch: Batch) -> torch.Tensor:
+    """The labels of the batch are all -100, and the whole-row term counts nevertheless."""
+    return loop.loss(batch).nan_to_num() + preferences(loop, batch)
+
+
+def without_any_label(rank: int, world_size: int, settings: Settings | None) -> torch.Tensor:
+    loop = Loop(world_size, None if settings is None else settings)
+    try:
+        for whole in loop.batches(4, use_distributed_sampler=False):
+            whole["labels"].fill_(-100)
+            loop.fabric.backward(no_label(loop, loop.shard(whole)))
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    finally:
+        loop.end()
+    return weights(loop.model)
+
+
+@GRIDS
+def test_in_a_batch_without_any_label(ranks: int, settings: Settings) -> None:
+    (want,) = run_ranks(1, without_any_label, None)
+    for got in run_ranks(ranks, without_any_label, settings):
+        close(got, want)
+
+
+def stepped(rank: int, world_size: int, settings: Settings, way: Any, labels: str) -> None:
+    """One step, which must not change a weight."""
+    loop = Loop(world_size, {"labels": labels, **settings})
+    before = weights(loop.model)
+    try:
+        for whole in loop.batches(2, use_distributed_sampler=False):
+            loop.fabric.backward(way(loop, loop.shard(whole_batch(whole, labels))))
+            loop.optimizer.step()
+    finally:
+        loop.end()
+        assert torch.equal(weights(loop.model), before)
+
+
+def own_mean(loop: Loop, batch: Batch) -> torch.Tensor:
+    return logps(loop, batch).mean()
+
+
+def own_cross_entropy(loop: Loop, batch: Batch) -> torch.Tensor:
+    return F.cross_entropy(loop.logits(batch).flatten(0, 1), batch["input_ids"].flatten())
+
+
+def beside_an_own_mean(loop: Loop, batch: Batch) -> torch.Tensor:
+    return preferences(loop, batch) + 0.1 * own_mean(loop, batch)
+
+
+def of_parameters(loop: Loop, batch: Batch) -> torch.Tensor:
+    loop.logits(batch)
+    return sum(p.square().sum() for p in loop.model.parameters())  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("way", "match"),
+    [
+        (
+            own_mean,
+            r"computed from a rank's own tokens.*sequence_sum\(values\).*count_targets\(mask\)",
+        ),
+        (own_cross_entropy, "computed from a rank's own tokens"),
+        (beside_an_own_mean, "computed from a rank's own tokens"),
+        (of_parameters, "no value of whole sequences and declares no targets"),
+    ],
+)
+@pytest.mark.quick("ring 2-own_mean*", "hybrid-of_parameters*")
+@GRIDS
+def test_other_losses_are_refused_without_labels(
+    ranks: int, settings: Settings, way: Any, match: str
+) -> None:
+    expect_on_every_rank(ranks, stepped, settings, way, "none", error=ConfigError, match=match)
+
+
+def by_its_value(loop: Loop, batch: Batch) -> torch.Tensor:
+    """Another number on each rank, which no gradient shows: it is added."""
+    return preferences(loop, batch) + torch.distributed.get_rank()
+
+
+def chosen_by_itself(loop: Loop, batch: Batch) -> torch.Tensor:
+    """Each rank takes another function of the same value."""
+    value = preferences(loop, batch)
+    return value if torch.distributed.get_rank() else value.square()
+
+
+@GRIDS
+@pytest.mark.parametrize("way", [by_its_value, chosen_by_itself])
+@pytest.mark.quick("*-ring 3")
+def test_losses_that_differ_between_ranks_are_refused(
+    ranks: int, settings: Settings, way: Any
+) -> None:
+    match = r"step 1: the loss is .* on rank 0 and .* on rank 1, which share.*No rank has stepped"
+    expect_on_every_rank(ranks, stepped, settings, way, "none", error=ConfigError, match=match)
+
+
+def on_one_rank(loop: Loop, batch: Batch) -> torch.Tensor:
+    values = logps(loop, batch)
+    if torch.distributed.get_rank():
+        return values.sum() * 0
+    return of_whole(loop, "sequence_sum", values).sum()
+
+
+@GRIDS
+@pytest.mark.quick("ring 2", "hybrid")
+def test_a_rank_that_skips_it(ranks: int, settings: Settings) -> None:
+    errors = expect_on_every_rank(
+        ranks, stepped, settings, on_one_rank, "none", error=LightningCPError, match=""
+    )
+    assert any("sequence_sum" in str(error) for error in errors)
+
+
+def out_of_range(loop: Loop, batch: Batch) -> torch.Tensor:
+    """On one rank only."""
+    place = 99 * (torch.distributed.get_rank() == 1)
+    return of_whole(loop, "sequence_pick", logps(loop, batch), place).sum()
+
+
+@GRIDS
+@pytest.mark.quick("ring 2", "hybrid")
+def test_a_place_that_is_not_there(ranks: int, settings: Settings) -> None:
+    match = r"sequence_pick\(99\) is not a token|rank 1.*sequence_pick\(99\)"
+    expect_on_every_rank(
+        ranks, stepped, settings, out_of_range, "none", error=LightningCPError, match=match
+    )
+
+
+def test_targets_of_equal_weight_and_whole_rows_do_not_mix() -> None:
+    match = "would be weighted by the tokens of its rows.*token_weighting='micro_batch'"
+    settings = {**RING, "token_weighting": "global"}
+    expect_on_every_rank(2, stepped, settings, mixed, "aligned", error=ConfigError, match=match)
+
+
+def labelled(rank: int, world_size: int) -> None:
+    loop = Loop(world_size, {**RING, **NONE})
+    try:
+        for whole in loop.batches(2, use_distributed_sampler=False):
+            loop.shard(whole)
+    finally:
+        loop.end()
+
+
+def test_labels_of_tokens_beside_labels_none() -> None:
+    match = r"labels='none' says that the batch has no labels of tokens, but 'labels' of shape \(2, 29\)"
+    expect_on_every_rank(2, labelled, error=ConfigError, match=match)
