@@ -238,6 +238,20 @@ class SequenceTokens:
         ]
 
 
+def pick_positions(x: torch.Tensor, at: torch.Tensor, positions: torch.Tensor) -> PartialSums:
+    """Return the values [B, ...] of the tokens at given positions of whole rows; 0 where there is none.
+
+    Args:
+        x: [B, L, ...], values of this rank's tokens.
+        at: [B], a position of each row.
+        positions: [L], of this rank's tokens.
+    """
+    hit = positions == at[:, None]
+    values = x[torch.arange(len(x), device=x.device), hit.int().argmax(1)].to(_wide(x))
+    is_own = hit.any(1).view(-1, *[1] * (x.dim() - 2))
+    return PartialSums(torch.where(is_own, values, 0), lambda whole: whole.to(x.dtype))
+
+
 def gather_rows(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Return the rows of all data ranks, [rows of all, ...], in the order of ranks; differentiable.
 

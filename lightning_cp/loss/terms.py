@@ -57,7 +57,9 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
         count = _count_of(node)
         sources, operator = _sources(node), _operator(node)
         if count is not None:
-            if not _is_of_sequence(sources):
+            if _is_of_sequence(sources):
+                shared.append(node)
+            else:
                 counts.append(count)
         elif operator in _LINEAR:
             numbers += [node._saved_alpha] if getattr(node, "_saved_alpha", 1) != 1 else []

@@ -26,6 +26,7 @@ from lightning_cp.models.hf.labels import (
     is_trained,
     label_alignment,
 )
+from lightning_cp.models.hf.pooling import RowHead, has_row_head
 from lightning_cp.models.hf.positions import (
     Parameters,
     check_call,
@@ -39,23 +40,27 @@ from lightning_cp.models.hf.positions import (
 from lightning_cp.utils.patching import PatchSet, add_hook
 from lightning_cp.utils.tracing import exclude_from_compile
 
-_HEADS = re.compile(r"For(SequenceClassification|MultipleChoice|NextSentencePrediction)$")
+_HEADS = re.compile(r"For(MultipleChoice|NextSentencePrediction)$")
 _POOLED = "pooler_output"
 
 
-def check_head(model: Any, call: Mapping[str, Any]) -> None:
-    """Check, before a call, that the model has no value per sequence and no loss by a softmax over tokens.
+def check_head(model: Any, call: Mapping[str, Any], *, is_known: bool = False) -> None:
+    """Check, before a call, that the model's values per sequence are of whole ones.
+
+    Args:
+        model: the model.
+        call: its arguments by name.
+        is_known: it has one value per row, of a token that is found on any rank.
 
     Raises:
         ConfigError: naming the class.
     """
     name = type(model).__name__
-    of_loss = getattr(getattr(model, "loss_function", None), "__name__", "")
-    if _HEADS.search(name) or of_loss == "ForSequenceClassificationLoss":
+    if _HEADS.search(name) or (has_row_head(model) and not is_known):
         raise ConfigError(
-            f"{name} makes one value of a sequence, from one of its tokens, which only one rank has. What "
-            "works: a value for each token (ForTokenClassification, ForCausalLM, ForMaskedLM, or the model "
-            "without its head), with a label for each, -100 where there is none."
+            f"{name} makes one value of a sequence, from tokens that only some ranks have. What works: the "
+            "model without its head, and self.sequence_pick(hidden, index) or sequence_mean in the step, with "
+            "labels='none'; or a value for each token (ForTokenClassification, ForCausalLM, ForMaskedLM)."
         )
     if call.get("start_positions") is not None or call.get("end_positions") is not None:
         raise ConfigError(
@@ -124,6 +129,7 @@ class CallCheck:
         self._outer = {model for model in models if set(models) & set(model.modules()) - {model}}
         with_loss = [model for model in models if "labels" in parameters_of(model)]
         self._watches = {model: LossWatch(handle, model) for model in with_loss}
+        self._heads = {model: RowHead(handle, model) for model in models if has_row_head(model)}
         self._models = set(models)
         self._announced: set[Any] = set()
         """Models whose hooks ran, and whose forward runs next."""
@@ -171,7 +177,7 @@ class CallCheck:
         if state is None:
             return
         self._depth = max(0, self._depth - 1)
-        if not self._depth:
+        if not self._depth and model not in self._heads:
             watch_output(model, output, state.layout.local_len)
         if past_hooks and model in self._watches:
             self._watches[model].check(output)
@@ -205,13 +211,16 @@ class CallCheck:
         self._announced.add(model)
         if model in self._watches:
             self._watches[model].begin_call(call)
+        if model in self._heads:
+            self._heads[model].begin_call(call)
         return args, call
 
     def _check_and_fill(
         self, model: Any, parameters: Parameters, call: dict[str, Any], state: StepState
     ) -> None:
         _check_no_cache_or_weights(model, call)
-        check_head(model, call)
+        head = self._heads.get(model)
+        check_head(model, call, is_known=head is not None and head.is_supported)
         if self._counts_alone:
             check_takes_positions(model, call)
         check_call(state, model, call, self._before)
@@ -220,7 +229,7 @@ class CallCheck:
             call["use_cache"] = False
         if call.get("position_ids") is None and "position_ids" in parameters:
             call["position_ids"] = positions_for(state, call)
-        if call.get("labels") is not None:
+        if call.get("labels") is not None and model not in self._heads:
             complete_labels(model, call, state)
         elif "labels" in parameters and label_alignment(model) == "shift" and _trains(model, call):
             check_loss_inside(state)

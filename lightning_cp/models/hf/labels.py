@@ -39,6 +39,7 @@ def label_alignment(model: Any) -> str | None:
         "ForCausalLMLoss": "shift",
         "ForMaskedLMLoss": "aligned",
         "ForTokenClassification": "aligned",
+        "ForSequenceClassificationLoss": "none",
     }
     return kinds.get(getattr(loss, "__name__", ""))
 

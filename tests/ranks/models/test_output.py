@@ -30,9 +30,7 @@ def without_pooler() -> Any:
 
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: make_model(Case()),
-    "classes": lambda: make("LlamaForSequenceClassification", Case(), pad_token_id=0),
     "answers": lambda: make("LlamaForQuestionAnswering", Case()),
-    "bert classes": bert("BertForSequenceClassification"),
     "bert choice": bert("BertForMultipleChoice"),
     "bert next sentence": bert("BertForNextSentencePrediction"),
     "bert": bert("BertModel"),
@@ -105,7 +103,6 @@ POOLED = r"BertModel returns pooler_output.*model.pooler = None"
 
 
 @pytest.mark.quick(
-    "classes-*-False",
     "bert next sentence-*-False",
     "answers-*-False",
     "bert-in_a_tuple-*-True",
@@ -116,8 +113,6 @@ POOLED = r"BertModel returns pooler_output.*model.pooler = None"
 @pytest.mark.parametrize(
     ("name", "call", "match"),
     [
-        ("classes", plainly, f"LlamaForSequenceClassification {ONE_VALUE}"),
-        ("bert classes", plainly, f"BertForSequenceClassification {ONE_VALUE}"),
         ("bert choice", choosing, f"BertForMultipleChoice {ONE_VALUE}"),
         ("bert next sentence", plainly, f"BertForNextSentencePrediction {ONE_VALUE}"),
         ("answers", answering, "LlamaForQuestionAnswering is called with start_positions"),

@@ -1,0 +1,157 @@
+"""Classes, numbers and rewards of rows, by transformers' own heads: one process's loss and gradients."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.fabric import UlyssesRingStrategy
+from tests.helpers.models.steps import Case
+from tests.helpers.models.zoo import make
+from tests.helpers.pool import expect_on_every_rank, run_ranks
+from tests.helpers.pool.environment import PoolEnvironment
+from tests.helpers.strategies.small import HYBRID, RING, RING3, ULYSSES, Settings, alone
+
+LENGTH = 29
+ENCODER: dict[str, Any] = {
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "max_position_embeddings": 64,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "LlamaForSequenceClassification": {},
+    "Qwen2ForSequenceClassification": {},
+    "MistralForSequenceClassification": {},
+    "GPT2ForSequenceClassification": {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    "GPTNeoXForSequenceClassification": {},
+    "BertForSequenceClassification": ENCODER,
+    "ElectraForSequenceClassification": {**ENCODER, "embedding_size": 32},
+    "DistilBertForSequenceClassification": {
+        "dim": 32,
+        "n_heads": 4,
+        "n_layers": 2,
+        "hidden_dim": 48,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "seq_classif_dropout": 0.0,
+    },
+    "ModernBertForSequenceClassification": {
+        "global_attn_every_n_layers": 1,
+        "cls_token_id": 1,
+        "sep_token_id": 2,
+    },
+}
+
+
+def batches(kind: str, sides: str) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(4)
+    found: list[dict[str, torch.Tensor]] = []
+    for _ in range(2):
+        ids = torch.randint(3, 43, (3, LENGTH), generator=generator)
+        mask = torch.ones_like(ids)
+        if sides == "right":
+            mask[0, -9:], mask[2, -1:] = 0, 0
+        if sides == "left":
+            mask[1, :12] = 0
+        labels: Any = {
+            "classes": torch.randint(0, 3, (3,), generator=generator),
+            "numbers": torch.randn(3, generator=generator).double(),
+            "several": (torch.rand(3, 3, generator=generator) < 0.5).double(),
+        }[kind]
+        found.append({"input_ids": ids * mask, "attention_mask": mask, "labels": labels})
+    return found
+
+
+def trained(
+    rank: int,
+    world_size: int,
+    settings: Settings | None,
+    name: str,
+    kind: str,
+    sides: str,
+    **more: Any,
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    torch.manual_seed(3)
+    if settings is None:
+        alone()
+    strategy: Any = "auto" if settings is None else UlyssesRingStrategy(**settings)
+    plugins: Any = [] if settings is None else [PoolEnvironment()]
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy, plugins=plugins)
+    fabric.launch()
+    made = make(
+        name, Case(), num_labels=1 if kind == "numbers" else 3, **{**MODELS[name], **more}
+    ).double()
+    model: Any
+    model, optimizer = fabric.setup(made, torch.optim.SGD(made.parameters(), lr=0.1))
+    loader: Any = fabric.setup_dataloaders(
+        torch.utils.data.DataLoader(batches(kind, sides), batch_size=None),  # type: ignore[arg-type]
+        use_distributed_sampler=False,
+    )
+    losses: list[torch.Tensor] = []
+    for whole in loader:
+        batch = whole if settings is None else strategy.shard_batch(whole)
+        output = model(**batch)
+        fabric.backward(output.loss)
+        losses += [output.loss.detach(), output.logits.detach()]
+        optimizer.step()
+        optimizer.zero_grad()
+    if settings is not None:
+        strategy.end_step()
+    return losses, {n: p.detach().clone() for n, p in made.named_parameters()}
+
+
+@lru_cache(maxsize=16)
+def one(name: str, kind: str, sides: str) -> Any:
+    return run_ranks(1, trained, None, name, kind, sides)[0]
+
+
+def check(ranks: int, settings: Settings, name: str, kind: str, sides: str) -> None:
+    losses, weights = one(name, kind, sides)
+    for got, of_rank in run_ranks(ranks, trained, settings, name, kind, sides):
+        torch.testing.assert_close(got, losses, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(of_rank, weights, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.quick("LlamaForSequenceClassification", "BertForSequenceClassification")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_head_takes_its_token_from_any_rank(name: str) -> None:
+    check(2, RING, name, "classes", "right")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "name", ["LlamaForSequenceClassification", "ElectraForSequenceClassification"]
+)
+@pytest.mark.parametrize("kind", ["classes", "numbers", "several"])
+@pytest.mark.parametrize("sides", ["", "left", "right"])
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [(2, RING), (3, RING3), (2, ULYSSES), (4, HYBRID), (2, {**RING, "data_parallel": "fsdp"})],
+    ids=["ring 2", "ring 3", "ulysses 2", "hybrid", "fsdp"],
+)
+def test_kinds_of_labels_and_padding(
+    ranks: int, settings: Settings, name: str, kind: str, sides: str
+) -> None:
+    check(ranks, settings, name, kind, sides)
+
+
+def test_a_head_of_another_kind_is_refused_by_name() -> None:
+    name = "ModernBertForSequenceClassification"
+    expect_on_every_rank(
+        *(2, trained, RING, name, "classes", ""),
+        classifier_pooling="mean",
+        error=ConfigError,
+        match=f"{name} makes one value of a sequence.*sequence_mean in the step, with labels='none'",
+    )
