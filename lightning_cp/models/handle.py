@@ -270,6 +270,8 @@ class SwapHandle:
         """Stack of tracked modules that are being called; true: attention inside is intercepted."""
         self.local_modules: set[nn.Module] = set()
         """Modules whose attention each rank computes by itself."""
+        self.router_loss: torch.Tensor | None = None
+        """The last loss of routers over all tokens, in the model's current call."""
         self.provides_position_ids = False
         """Models inside receive the positions of their tokens, so the step need not read them."""
         self.warned: set[str] = set()

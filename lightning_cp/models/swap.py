@@ -44,6 +44,7 @@ from lightning_cp.models.handle import (
 )
 from lightning_cp.models.hf.swap import swap_hf
 from lightning_cp.models.litgpt import check_no_local_attention, litgpt_models, swap_litgpt
+from lightning_cp.models.hf.router_loss import router_replacements
 from lightning_cp.models.sdpa import SDPA, sdpa_replacements
 from lightning_cp.utils.autograd_notes import Count, note_origin
 from lightning_cp.utils.patching import ChainedPatch, ReplacedFunction, add_hook
@@ -279,7 +280,9 @@ def swap_attention(
     try:
         swaps = {root: swap_hf(root, handle) for root in chosen}
         swaps.update({root: swap_litgpt(root, handle) for root in litgpts})
-        install_replacements(handle, sdpa_replacements, loss_replacements, unsupported_replacements)
+        of_routers = functools.partial(router_replacements, model.modules())
+        kinds = (sdpa_replacements, loss_replacements, unsupported_replacements, of_routers)
+        install_replacements(handle, *kinds)
         track_calls(model, handle, listed, local)
         watch_attention(model, handle, local)
         watch_calls(model, handle, local | _modules_to_skip(model, swaps))

@@ -20,6 +20,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.loss.terms import divisor, targets_of
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.hf.positions import parameters_of, takes_extra
+from lightning_cp.models.hf.router_loss import router_coefficients
 from lightning_cp.utils.autograd_notes import Count, note_origin
 from lightning_cp.utils.labels import IGNORED_LABEL
 from lightning_cp.utils.patching import PatchSet, add_hook
@@ -176,7 +177,7 @@ class LossWatch:
     def begin_call(self, call: dict[str, Any]) -> None:
         """Record the arguments of the model's next call."""
         self._call = call if call.get("labels") is not None else None
-        self._computed_loss = None
+        self._computed_loss = self._handle.router_loss = None
 
     def _replace(self) -> Callable[[], None]:
         """Wrap the model's loss function for one step; return the undo function."""
@@ -236,9 +237,14 @@ class LossWatch:
         made, self._computed_loss = self._computed_loss, None
         if call is None or self._handle.state is None:
             return
+        of_routers, self._handle.router_loss = self._handle.router_loss, None
         if made is not None:
+            wanted = [made]
+            if of_routers is not None:
+                own = of_routers.to(made.device)
+                wanted += [made.clone().add_(x * own) for x in router_coefficients(model)]
             check = functools.partial(
-                _check_returned_loss, type(model).__name__, made, _loss_of(output)
+                _check_returned_loss, type(model).__name__, wanted, _loss_of(output)
             )
             self._handle.checks.run_deferred(f"loss of {type(model).__name__}", check)
         elif label_alignment(model) == "shift":
@@ -260,14 +266,15 @@ def _loss_of(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
 
 
-def _check_returned_loss(name: str, made: torch.Tensor, returned: Any) -> None:
-    equal = isinstance(returned, torch.Tensor) and torch.equal(
-        made.nan_to_num(), returned.detach().to(made.device).nan_to_num()
+def _check_returned_loss(name: str, wanted: list[torch.Tensor], returned: Any) -> None:
+    equal = isinstance(returned, torch.Tensor) and any(
+        torch.equal(made.nan_to_num(), returned.detach().to(made.device).nan_to_num())
+        for made in wanted
     )
     if not equal:
         raise ConfigError(
             f"{name} returns another loss than the mean over targets that its loss function made: it adds "
-            "something of its own, such as the auxiliary loss of a router or of further heads, which a rank "
-            "would compute from its own tokens, and which is no mean over targets. For routers, "
-            f"output_router_logits=False or router_aux_loss_coef=0 works. Otherwise: {INSTEAD}"
+            "something of its own, such as the loss of further heads, or of routers in another way than "
+            "Mixtral's, which a rank would compute from its own tokens, and which is no mean over targets. "
+            f"For routers, output_router_logits=False or router_aux_loss_coef=0 works. Otherwise: {INSTEAD}"
         )

@@ -36,7 +36,27 @@ def mixtral(coefficient: float, routers: bool = True) -> Any:
     return make("MixtralForCausalLM", Case(), **experts, router_aux_loss_coef=coefficient)
 
 
+def other_router() -> Any:
+    """It adds something that no router of transformers does."""
+    from transformers import MixtralForCausalLM
+
+    class OtherRouter(MixtralForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            at = 0 if isinstance(output, tuple) else "loss"
+            changed = output[at] + 0.1 * self.lm_head.weight.square().mean()
+            if isinstance(output, tuple):
+                return changed, *output[1:]
+            output["loss"] = changed
+            return output
+
+    model = mixtral(0.1)
+    model.__class__ = OtherRouter
+    return model
+
+
 MODELS: dict[str, Callable[[], Any]] = {
+    "other router": other_router,
     "llama": lambda: make_model(Case()),
     "bert": lambda: make_model(Case(model="bert")),
     "gpt2 double": double_heads,
@@ -157,7 +177,7 @@ CALLS: dict[str, Callable[[Any, Batch], torch.Tensor]] = {
 
 INSTEAD = r".*loss in the step from batch\['shift_labels'\].*declare labels='shift'"
 BY_ITSELF = "{} computes its loss by itself" + INSTEAD
-ADDS = "MixtralForCausalLM returns another loss than the mean over targets.*router_aux_loss_coef=0"
+ADDS = "OtherRouter returns another loss than the mean over targets.*router_aux_loss_coef=0"
 
 
 @pytest.mark.quick(
@@ -171,9 +191,9 @@ ADDS = "MixtralForCausalLM returns another loss than the mean over targets.*rout
         ("bert pretraining", "next sentence", "auto", BY_ITSELF.format("BertForPreTraining")),
         ("electra pretraining", "labels", "auto", BY_ITSELF.format("ElectraForPreTraining")),
         ("gpt2 double", "forward", "auto", BY_ITSELF.format("GPT2DoubleHeadsModel")),
-        ("router", "labels", "auto", ADDS),
-        ("router", "forward", "auto", ADDS),
-        ("router", "tuple", "auto", ADDS),
+        ("other router", "labels", "auto", ADDS),
+        ("other router", "forward", "auto", ADDS),
+        ("other router", "tuple", "auto", ADDS),
         ("llama", "count", "auto", "called with num_items_in_batch=.*Leave num_items_in_batch away"),
         ("bert", "count", "auto", "called with num_items_in_batch="),
         ("llama", "labels", "aligned", "labels='aligned' is declared, but LlamaForCausalLM shifts"),
@@ -197,6 +217,9 @@ def one_process(name: str, call: str) -> float:
 @pytest.mark.parametrize(
     ("name", "call", "labels"),
     [
+        ("router", "labels", "auto"),
+        ("router", "forward", "auto"),
+        ("router", "tuple", "auto"),
         ("router with coefficient 0", "labels", "auto"),
         ("router without logits", "labels", "auto"),
         ("llama", "tuple", "auto"),
