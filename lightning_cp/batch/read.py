@@ -366,8 +366,8 @@ def _ask_for_labels(
     question = (
         "training needs the labels of the batch to weight the loss of each rank, but there is no key "
         f"{rules.label_key!r} among {sorted(tensors)}. Add it, or name it: label_key='<name>' "
-        "('1' for the second of a tuple). If the loss is one of whole sequences (a reward, a class, a pair of "
-        "answers), say labels='none' and compute it from self.sequence_sum(values) and its kin."
+        "('1' for the second of a tuple). If the loss is one of whole sequences (a reward, a class, a pair "
+        "of answers), say labels='none' and compute it from self.sequence_sum(values) and its kin."
     )
     likely = _likely_labels(tensors, dims)
     return [question], {} if likely is None else {"label_key": likely}

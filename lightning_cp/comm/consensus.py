@@ -325,9 +325,9 @@ def gather_facts(
         listed = (f"rank {rank}: {call}" for rank, call in zip(ranks, calls, strict=True))
         raise BatchMismatchError(
             f"{what}: ranks are not at the same call ({'; '.join(listed)}), as some of them left out "
-            "something that ranks do together: a call of a model, sequence_sum and its kin, backward, or the optimizer's step. Let all "
-            "ranks do it, or none: decide by self.average(loss), with Fabric by strategy.average(loss), and "
-            "not by the loss of a rank's own tokens."
+            "something that ranks do together: a call of a model, sequence_sum and its kin, backward, or the "
+            "optimizer's step. Let all ranks do it, or none: decide by self.average(loss), with Fabric by "
+            "strategy.average(loss), and not by the loss of a rank's own tokens."
         )
     return list(facts_of_ranks)
 

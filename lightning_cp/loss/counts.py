@@ -115,9 +115,9 @@ class SharedValues:
         """Texts that are compared in every step; waits for the device."""
         gradients = self.gradients if self.gradients and float(self.weighted) else []
         return (
-            format_values(self.value, self.value_digits),
             format_values(self.joined, 17),
             format_values(gradients, self.digits),
+            format_values(self.value, self.value_digits),
         )
 
     def factors_by(self, ratios: Iterable[float]) -> list[str]:
@@ -285,7 +285,7 @@ class TargetCounts:
         Raises:
             ConfigError: on every rank, with both numbers.
         """
-        own = [(each.votes[0], each.value_digits) for each in self._shared]
+        own = [(each.votes[2], each.value_digits) for each in self._shared]
         for _, (first, of_ranks) in gather_by_sample(own, group, sample_size):
             values, digits = of_ranks[0]
             for rank, (others, _) in enumerate(of_ranks):
@@ -299,7 +299,7 @@ class TargetCounts:
         """Return the start of a message if shared values differ by more than rounding. Collective."""
         own = [each.votes for each in self._shared]
         for at, (first, of_ranks) in gather_by_sample(own, group, sample_size):
-            for kind, said, digits in ((1, JOINED, 17), (2, GATHERED, self._shared[at].digits)):
+            for kind, said, digits in ((0, JOINED, 17), (1, GATHERED, self._shared[at].digits)):
                 found = [(first + rank, x[kind]) for rank, x in enumerate(of_ranks) if x[kind]]
                 for rank, values in found[1:]:
                     apart = first_difference(found[0][1], values, digits)

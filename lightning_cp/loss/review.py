@@ -121,8 +121,8 @@ def check_sequence_terms(means: LossTerms, weight: StepLoss) -> None:
 
 _WAYS = (
     "Compute it from self.sequence_sum(values), sequence_mean, sequence_pick or unshard (of "
-    "ContextParallelMixin, or of the strategy), which are equal on all ranks; or, for a mean over tokens that "
-    "the step chooses, divide by self.count_targets(mask)."
+    "ContextParallelMixin, or of the strategy), which are equal on all ranks; or, for a mean over tokens "
+    "that the step chooses, divide by self.count_targets(mask)."
 )
 _OWN_MEAN = (
     "with labels='none' a loss must be the same number on all ranks that share a sample, but this one is "
@@ -133,9 +133,9 @@ _NOT_OF_SEQUENCES = (
     f"targets. {_WAYS}"
 )
 _WEIGHED_BY_TOKENS = (
-    "a term of whole sequences (of sequence_sum, sequence_mean, sequence_pick or unshard) would be weighted by "
-    "the tokens of its rows, as token_weighting='global' says. Use token_weighting='micro_batch', or a mean "
-    "over tokens alone."
+    "a term of whole sequences (of sequence_sum, sequence_mean, sequence_pick or unshard) would be weighted "
+    "by the tokens of its rows, as token_weighting='global' says. Use token_weighting='micro_batch', or a "
+    "mean over tokens alone."
 )
 
 

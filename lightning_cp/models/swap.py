@@ -42,9 +42,9 @@ from lightning_cp.models.handle import (
     attention_modules,
     install_replacements,
 )
+from lightning_cp.models.hf.router_loss import router_replacements
 from lightning_cp.models.hf.swap import swap_hf
 from lightning_cp.models.litgpt import check_no_local_attention, litgpt_models, swap_litgpt
-from lightning_cp.models.hf.router_loss import router_replacements
 from lightning_cp.models.sdpa import SDPA, sdpa_replacements
 from lightning_cp.utils.autograd_notes import Count, note_origin
 from lightning_cp.utils.patching import ChainedPatch, ReplacedFunction, add_hook

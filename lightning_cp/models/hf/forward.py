@@ -59,8 +59,8 @@ def check_head(model: Any, call: Mapping[str, Any], *, is_known: bool = False) -
     if _HEADS.search(name) or (has_row_head(model) and not is_known):
         raise ConfigError(
             f"{name} makes one value of a sequence, from tokens that only some ranks have. What works: the "
-            "model without its head, and self.sequence_pick(hidden, index) or sequence_mean in the step, with "
-            "labels='none'; or a value for each token (ForTokenClassification, ForCausalLM, ForMaskedLM)."
+            "model without its head, and self.sequence_pick(hidden, index) or sequence_mean in the step, "
+            "with labels='none'; or a value for each token (ForTokenClassification, ForCausalLM)."
         )
     if call.get("start_positions") is not None or call.get("end_positions") is not None:
         raise ConfigError(

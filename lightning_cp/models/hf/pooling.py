@@ -22,7 +22,6 @@ from lightning_cp.models.handle import SwapHandle
 from lightning_cp.utils.patching import add_hook
 from lightning_cp.utils.tracing import exclude_from_compile
 
-
 _OTHER_POOLING = re.compile(r"\.(mean|sum|amax|max|gather)\(")
 
 
@@ -66,7 +65,7 @@ class RowHead:
         return True
 
     def _takes_first(self, parts: list[Any]) -> bool:
-        """True if the code of a model, its heads and its pooler takes the first token, and pools no others."""
+        """True if the code of a model, its heads and its pooler takes the first token, and no others."""
         code = "".join(map(_source, parts))
         chosen = getattr(self._model.config, "classifier_pooling", None)
         only = chosen == "cls" if chosen is not None else not _OTHER_POOLING.search(code)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_cp.errors import BatchMismatchError, ConfigError, LightningCPError
+from lightning_cp.errors import ConfigError, LightningCPError
 from tests.helpers.pool import expect_on_every_rank, run_ranks
 from tests.helpers.strategies.small import (
     HYBRID,
@@ -22,7 +22,6 @@ from tests.helpers.strategies.small import (
     close,
     weights,
 )
-from tests.ranks.loss.test_loss_kinds import token_losses
 from tests.ranks.strategies.test_fabric import Loop
 
 pytestmark = LET_EMPTY

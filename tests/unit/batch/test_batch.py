@@ -325,9 +325,7 @@ def test_labels_that_do_not_run_along_the_sequence() -> None:
 
 def test_a_label_for_each_row() -> None:
     batch = {"input_ids": ids(), "labels": torch.tensor([1, 0])}
-    match = (
-        r"'labels' of shape \(2,\) has a label for each row, .* one for each token.*size=1.*unshard"
-    )
+    match = r"'labels' of shape \(2,\) has a label for each row, .* one for each token.*labels='none'.*size=1"
     with pytest.raises(ShapeError, match=match):
         read_batch(batch, BatchRules(labels="shift"), needs_labels=True)
 
