@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal
 
@@ -96,6 +96,22 @@ class ContextParallelMixin:
             ConfigError: a place that is not there, or is padding.
         """
         return _of_sequences(self, "sequence_pick", x, index)
+
+    def draw_whole(
+        self, draw: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dim: int = 1
+    ) -> torch.Tensor:
+        """Return this rank's part of ``draw(x)``, drawn for the whole sequence as one process does.
+
+        Use it for the noise of a diffusion model: ``noise = self.draw_whole(torch.randn_like, latents)``.
+        Ranks that share a sample draw the same numbers for the whole row, and keep their tokens'.
+
+        Args:
+            draw: returns random numbers of the shape, dtype and device of the tensor that it is given.
+            x: a tensor of this rank's tokens.
+            dim: its sequence dimension.
+        """
+        strategy = _strategy_of(self)
+        return strategy.draw_whole(draw, x, dim) if hasattr(strategy, "draw_whole") else draw(x)
 
     def gather_data(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows ``[B, ...]`` of all data ranks, in their order; differentiable.

@@ -148,11 +148,13 @@ def add_positions_and_targets(batch: Any, rules: BatchRules, *, positions: bool 
     if not isinstance(batch, MutableMapping):
         return batch
     added: dict[str, torch.Tensor] = {}
-    whole = _read(batch, replace(rules, labels="ignore"))
+    whole = read_if_known(batch, replace(rules, labels="ignore"))
     if whole is not None and positions and POSITIONS not in batch:
         device = dict(tensors_of(batch))[next(iter(whole.dims))].device
         added[POSITIONS] = torch.arange(whole.seq_len, device=device).expand(whole.rows, -1)
-    shifted = _read(batch, rules) if rules.labels == "shift" and TARGETS not in batch else None
+    shifted = (
+        read_if_known(batch, rules) if rules.labels == "shift" and TARGETS not in batch else None
+    )
     if shifted is not None and shifted.aligned_labels is not None:
         added[TARGETS] = shifted.aligned_labels
     if added:
@@ -162,7 +164,8 @@ def add_positions_and_targets(batch: Any, rules: BatchRules, *, positions: bool 
     return result
 
 
-def _read(batch: Any, rules: BatchRules) -> WholeBatch | None:
+def read_if_known(batch: Any, rules: BatchRules) -> WholeBatch | None:
+    """Return the content of a whole batch; ``None`` if its sequence is not known."""
     try:
         return read_batch(batch, rules, needs_labels=False)
     except (ConfigError, ShapeError):

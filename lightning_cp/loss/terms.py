@@ -61,6 +61,8 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
                 shared.append(node)
             else:
                 counts.append(count)
+        elif origin_of(node) is Origin.SEQUENCE:
+            shared.append(node)
         elif operator in _LINEAR:
             numbers += [node._saved_alpha] if getattr(node, "_saved_alpha", 1) != 1 else []
             ahead.extend(sources)

@@ -185,6 +185,7 @@ class ContextParallelRuntime:
         """
         if not self.enabled:
             self.watch.position.progress()
+            self.step.whole_batch = batch
             return add_positions_and_targets(
                 batch, self.binding.rules, positions=self.binding.adds_positions
             )

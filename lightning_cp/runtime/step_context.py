@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_cp.batch import unshard_output
+from lightning_cp.batch.documents import documents_of, padding_mask_of
 from lightning_cp.batch.loss_calls import LossCalls
-from lightning_cp.batch.sharder import ShardedBatch, Sharding
+from lightning_cp.batch.sharder import ShardedBatch, Sharding, read_if_known
 from lightning_cp.batch.step_state import PositionInfo, StepState
 from lightning_cp.errors import ConfigError
+from lightning_cp.layout import SequenceLayout
 from lightning_cp.layout.axes import Flat
 from lightning_cp.logging.reduce import PendingFindings, equal, side_by_side, weighted_mean
 from lightning_cp.loss.averages import NO_LOSS
@@ -31,6 +34,7 @@ from lightning_cp.loss.weighting import StepLoss
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.models.handle import raise_gradient_mismatch
 from lightning_cp.models.hf.labels import check_labels_used
+from lightning_cp.randomness.token_draws import draw_per
 from lightning_cp.runtime.mesh_builder import MeshBuilder
 from lightning_cp.runtime.model_binding import ModelBinding
 from lightning_cp.runtime.records import RunRecords
@@ -70,6 +74,8 @@ class StepContext:
         """True if the step trains, and so has a loss."""
         self._positions = PositionInfo()
         self._sequences: SequenceTokens | None = None
+        self.whole_batch: Any = None
+        """The batch of a step that shares no sample."""
         if sharding is not None:
             self.part, self.trains = sharding.part, sharding.trains
             self._positions = sharding.positions
@@ -98,7 +104,7 @@ class StepContext:
 
     def end(self) -> None:
         """Drop the state: only the batch and the weights of its losses stay until the next batch."""
-        self._state = None
+        self._state = self.whole_batch = None
 
     def adopt_state(self, state: StepState) -> None:
         """Use the state of a step on the whole batch, which has no part."""
@@ -303,13 +309,35 @@ class StepContext:
         """
         handle = self._binding.handle
         if self.part is None or handle is None:
-            return of(SequenceTokens.whole(*x.shape[:2], device=x.device)).over(None)
+            return of(self._whole_sequences(x)).over(None)
         if self._sequences is None:
             mask = None if self._binding.rules.reads_masks else self.part.padding_mask
             rank, rows = self.mesh.cp_rank, self.part.rows
             self._sequences = SequenceTokens.of(self.part.layout, rank, rows, mask, x.device)
         own = handle.checks.run(name, partial(of, self._sequences))
         return own.over(self.mesh.group(Flat.CP))
+
+    def _whole_sequences(self, x: torch.Tensor) -> SequenceTokens:
+        """Return the sequences of a batch that this rank has whole; its padding is known from the batch."""
+        rules = replace(self._binding.rules, labels="ignore")
+        whole = None if self.whole_batch is None else read_if_known(self.whole_batch, rules)
+        if whole is None or (whole.rows, whole.seq_len) != x.shape[:2]:
+            return SequenceTokens.whole(*x.shape[:2], device=x.device)
+        layout = SequenceLayout(whole.seq_len, documents=documents_of(whole, rules))
+        mask = None if rules.reads_masks else padding_mask_of(whole.tensors)
+        return SequenceTokens.of(layout, 0, whole.rows, mask, x.device)
+
+    def draw_whole(
+        self, draw: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dim: int
+    ) -> torch.Tensor:
+        """Return this rank's part of ``draw(x)`` for the whole sequence, as one process draws it."""
+        if self.part is None:
+            return draw(x)
+        layout = self.part.layout
+        shape = [*x.shape[:dim], layout.seq_len, *x.shape[dim:][1:]]
+        with draw_per("row"):
+            whole = draw(x.new_empty(shape))
+        return self.mesh.shard(whole, layout, dim=dim)
 
     def gather_data(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows of all data ranks; differentiable."""

@@ -6,7 +6,7 @@ The Trainer's strategy and Fabric's differ only in their callers: each puts this
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from multiprocessing.util import Finalize
@@ -365,6 +365,12 @@ class ContextParallelStrategy:
     def sequence_pick(self, x: torch.Tensor, index: Index) -> torch.Tensor:
         """Return one token of each row or document, as ``ContextParallelMixin.sequence_pick``."""
         return self.runtime.step.sequence_pick(x, index)
+
+    def draw_whole(
+        self, draw: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dim: int = 1
+    ) -> torch.Tensor:
+        """Return this rank's part of whole random numbers, as ``ContextParallelMixin.draw_whole``."""
+        return self.runtime.step.draw_whole(draw, x, dim)
 
     def gather_data(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows of all data ranks, as ``ContextParallelMixin.gather_data``."""

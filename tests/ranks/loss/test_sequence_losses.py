@@ -73,6 +73,15 @@ def rewarded(loop: Loop, batch: Batch) -> torch.Tensor:
     return -F.logsigmoid(last[0, 0] - last[1, 0]) + F.cross_entropy(first, torch.tensor([3, 5]))
 
 
+def denoised(loop: Loop, batch: Batch) -> torch.Tensor:
+    """As a diffusion model: a level of noise for each row, and noise for each token, as one process draws."""
+    strategy: Any = loop.fabric.strategy
+    x = loop.logits(batch)
+    levels = torch.rand(2, 1, 1)
+    noise = strategy.draw_whole(torch.randn_like, x) if loop.parallel else torch.randn_like(x)
+    return of_whole(loop, "sequence_mean", (x - levels * noise).square()).mean()
+
+
 def mixed(loop: Loop, batch: Batch) -> torch.Tensor:
     """A language model's loss, and a term of whole rows."""
     return loop.loss(batch) + 0.3 * preferences(loop, batch)
@@ -108,7 +117,7 @@ def alone(way: Any, labels: str = "aligned") -> Any:
 @pytest.mark.pairwise
 @GRIDS
 @pytest.mark.parametrize("labels", ["aligned", "none"])
-@pytest.mark.parametrize("way", [preferences, pooled, rewarded])
+@pytest.mark.parametrize("way", [preferences, pooled, rewarded, denoised])
 def test_they_equal_one_process(ranks: int, settings: Settings, labels: str, way: Any) -> None:
     for got in run_ranks(ranks, trained, settings, way, labels):
         close(got, alone(way, labels))
@@ -251,6 +260,25 @@ def test_targets_of_equal_weight_and_whole_rows_do_not_mix() -> None:
     match = "would be weighted by the tokens of its rows.*token_weighting='micro_batch'"
     settings = {**RING, "token_weighting": "global"}
     expect_on_every_rank(2, stepped, settings, mixed, "aligned", error=ConfigError, match=match)
+
+
+def on_one_device(rank: int, world_size: int) -> None:
+    """The padding of a batch is known there, too."""
+    loop = Loop(1, {"labels": "none", "context_parallel_size": 1})
+    strategy: Any = loop.fabric.strategy
+    ids = torch.arange(12).view(2, 6)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]])
+    strategy.shard_batch({"input_ids": ids, "attention_mask": mask}, training=True)
+    assert strategy.sequence_pick(ids, -1).tolist() == [3, 11]
+    assert strategy.sequence_sum(ids.double()).tolist() == [6, 45]
+    packed = {"input_ids": ids, "segment_ids": torch.tensor([[0, 0, 1, 1, 1, 2], [0] * 6])}
+    strategy.shard_batch(packed, training=True)
+    assert strategy.sequence_sum(ids.double()).tolist() == [1, 9, 5, 51]
+    loop.end()
+
+
+def test_on_one_device() -> None:
+    run_ranks(1, on_one_device)
 
 
 def labelled(rank: int, world_size: int) -> None:
