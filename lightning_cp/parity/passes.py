@@ -70,7 +70,7 @@ class Recording:
                 return
             self.events.clear()
         kept = source = None
-        if isinstance(tensor, torch.Tensor):  # on the host: there may be many
+        if isinstance(tensor, torch.Tensor) and not _is_of_rows(tensor):  # on the host: there may be many
             kept = tensor.detach().to("cpu", copy=True)
             source = tensor if tensor.requires_grad and kind == "output" else None
         trains = source is not None
@@ -143,6 +143,11 @@ def _note_output(
     found: Recording, name: str, kind: str, parent: str, _: nn.Module, args: Any, output: Any
 ) -> None:
     found.note("output", name, kind, _first_tensor(output), parent)
+
+
+def _is_of_rows(x: torch.Tensor) -> bool:
+    """True if all tokens of a row share one value, as what a head with one value per row is given."""
+    return x.dim() > 2 and x.shape[1] > 1 and x.stride(1) == 0
 
 
 def _caller(name: str, kinds: Mapping[str, str]) -> str:

@@ -50,6 +50,7 @@ def single_rank_step(runtime: ContextParallelRuntime, batch: Any) -> Generator[b
     assert binding.handle is not None
     declared = _unread_documents(batch, binding.rules, binding.layout_rule.mask)
     with probe_step(runtime), runtime.as_one_process(), _draws_of_whole_batch(runtime, batch):
+        runtime.step.whole_batch = batch
         if declared is None:
             yield False
             return

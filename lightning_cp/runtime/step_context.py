@@ -331,12 +331,11 @@ class StepContext:
         self, draw: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dim: int
     ) -> torch.Tensor:
         """Return this rank's part of ``draw(x)`` for the whole sequence, as one process draws it."""
-        if self.part is None:
-            return draw(x)
-        layout = self.part.layout
-        shape = [*x.shape[:dim], layout.seq_len, *x.shape[dim:][1:]]
         with draw_per("row"):
-            whole = draw(x.new_empty(shape))
+            if self.part is None:
+                return draw(x)
+            layout = self.part.layout
+            whole = draw(x.new_empty([*x.shape[:dim], layout.seq_len, *x.shape[dim:][1:]]))
         return self.mesh.shard(whole, layout, dim=dim)
 
     def gather_data(self, x: torch.Tensor) -> torch.Tensor:
