@@ -1,7 +1,7 @@
 """Classes of long texts by a Hugging Face head, without a change: one label for each row.
 
-Run ``python examples/classification.py``; ``--devices 1`` is one process, and prints the same losses. The head
-takes the last token that is not padding; the strategy finds it on whichever rank has it.
+Run ``python examples/classification.py``; ``--devices 1`` is one process, and prints the same losses. The
+head takes the last token that is not padding; the strategy finds it on whichever rank has it.
 """
 
 import argparse

@@ -11,8 +11,8 @@ import warnings
 import lightning as L
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_cp import ContextParallelMixin, UlyssesRingStrategy
 
