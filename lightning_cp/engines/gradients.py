@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_cp.comm.reduce import all_max, all_sum
+from lightning_cp.comm.reduce import all_max, all_mean, all_sum
 from lightning_cp.errors import NonFiniteError
 from lightning_cp.utils.dtensor import local_part
 
@@ -135,4 +135,4 @@ def average_present(
     for parameter, count in zip(parameters, counts, strict=True):
         if count:
             own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = all_sum(own, group) / group.size()
+            parameter.grad = all_mean(own, group)

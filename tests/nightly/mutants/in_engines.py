@@ -154,7 +154,7 @@ ENGINE_MUTANTS = (
     Mutant(
         "a bucket is added and not divided",
         f"{ENGINES}/ddp_options.py",
-        "done.value()[0].div_(size)",
+        "done.value()[0].div_(divisor)",
         "done.value()[0]",
         (TESTS + "test_options_change_nothing[per_parameter]",),
         "Gradients are as many times too large as there are ranks.",
