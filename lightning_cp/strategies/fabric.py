@@ -100,6 +100,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         """
         runtime = self.__dict__.get("runtime")  # None if the settings were refused
         if runtime is not None and not sys.is_finalizing():
+            self._patches.undo()
             runtime.detach()
 
     # -- processes -----------------------------------------------------------------------------------
@@ -127,6 +128,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         self._check_world()
         self._begin_watch(self.precision)
         self._build_mesh()
+        self._share_scaler(self.precision)
 
     @override
     def _setup_distributed(self) -> None:

@@ -24,12 +24,15 @@ from torch.optim import Optimizer
 from lightning_cp.comm.consensus import World
 from lightning_cp.config import StrategyConfig
 from lightning_cp.engines.base import Engine
+from lightning_cp.engines.gradients import unscale
 from lightning_cp.errors import ConfigError
+from lightning_cp.layout.axes import Axis, Flat
 from lightning_cp.profile.recorder import StepRecorder
 from lightning_cp.utils.patching import PatchSet
 
 if TYPE_CHECKING:
     from lightning_cp.checkpoint.manager import CheckpointManager
+    from lightning_cp.runtime.mesh_builder import MeshBuilder
 
 _log = logging.getLogger("lightning_cp")
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -139,6 +142,19 @@ def clip_with_engine(patches: PatchSet, precision: Any, engine: Engine) -> None:
 
     patches.replace(precision, "clip_grad_by_norm", by_norm)
     patches.replace(precision, "clip_grad_by_value", by_value)
+
+
+def unscale_with_ranks(patches: PatchSet, scaler: Any, meshes: MeshBuilder) -> None:
+    """Have a ``GradScaler`` unscale gradients that are spread over ranks; all ranks skip the same steps."""
+
+    def unscale_together(own: Callable[..., Any]) -> Callable[..., Any]:
+        def unscale_parts(*args: Any) -> Any:
+            groups = [meshes.mesh.group(each) for each in (Flat.LOSS, Axis.TP)]
+            return unscale(*args, groups=[group for group in groups if group.size() > 1])
+
+        return unscale_parts
+
+    patches.replace(scaler, "_unscale_grads_", unscale_together)
 
 
 # Decisions of Lightning by a logged value, and saves of callbacks, on several ranks.
