@@ -130,7 +130,7 @@ def unscale(
 ) -> dict[torch.device, torch.Tensor]:
     """``GradScaler._unscale_grads_`` for gradients of which each rank holds a part: all skip the same steps.
 
-    PyTorch's takes either plain tensors or DTensors, and looks for infinite ones on the first one's mesh only.
+    PyTorch's takes either plain tensors or DTensors, and looks for infinity on the first one's mesh only.
 
     Args:
         optimizer: the owner of the gradients.

@@ -1,8 +1,9 @@
 """Stand-ins for the flash-attn packages: their functions as each version declares them, on CPU.
 
 Signatures are those of versions 2.5.8, 2.6.0, 2.6.3, 2.8.3 (torch custom operators from 2.7 on) and of
-version 3 in two spellings; the semantics are the emulated ones of :mod:`tests.helpers.kernels.emulated`, and for
-version 3 its own rules for windows and for queries without keys. Gradients go into given buffers.
+version 3 in two spellings; the semantics are the emulated ones of
+:mod:`tests.helpers.kernels.emulated`, and for version 3 its own rules for windows and for queries without
+keys. Gradients go into given buffers.
 """
 
 from __future__ import annotations

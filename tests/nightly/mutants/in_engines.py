@@ -152,6 +152,25 @@ ENGINE_MUTANTS = (
         "The norm is too large, so gradients are clipped too much.",
     ),
     Mutant(
+        "each rank looks for infinity in its own parts",
+        f"{ENGINES}/gradients.py",
+        "        found_inf = all_max(found_inf, ranks)",
+        "        all_max(found_inf, ranks)",
+        (
+            "tests/ranks/engines/test_sixteen_mixed.py::"
+            "test_all_ranks_skip_a_step_whose_gradients_overflow_on_one[fsdp-by_trainer]",
+        ),
+        "With 16-mixed and sharded parameters some ranks step and others do not.",
+    ),
+    Mutant(
+        "float16 gradients are added as they are",
+        f"{ENGINES}/ddp_options.py",
+        "divisor = prescale(bucket.buffer(), group.size())",
+        "divisor = group.size()",
+        ("tests/ranks/engines/test_float16.py::test_large_gradients_do_not_overflow[2-ddp]",),
+        "Large gradients become infinite, although their mean is not.",
+    ),
+    Mutant(
         "a bucket is added and not divided",
         f"{ENGINES}/ddp_options.py",
         "done.value()[0].div_(divisor)",

@@ -52,8 +52,8 @@ class Model(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32}
-        heads = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32}
+        heads: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
         self.model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False))
 
     def training_step(self, batch: Any, index: int) -> Any:
@@ -96,7 +96,7 @@ def main(case: str) -> None:
         batch_size=None,
     )
     strategy = UlyssesRingStrategy(
-        mode="ring", step_timeout=LIMIT, first_step_timeout=60, parity_check=False
+        mode="ring", step_timeout=LIMIT, first_step_timeout=60, parity_check="off"
     )
     silent: dict[str, Any] = {"logger": False, "enable_progress_bar": False}
     trainer = L.Trainer(
