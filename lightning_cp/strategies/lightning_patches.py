@@ -145,16 +145,23 @@ def clip_with_engine(patches: PatchSet, precision: Any, engine: Engine) -> None:
 
 
 def unscale_with_ranks(patches: PatchSet, scaler: Any, meshes: MeshBuilder) -> None:
-    """Have a ``GradScaler`` unscale gradients that are spread over ranks; all ranks skip the same steps."""
+    """Have a ``GradScaler`` unscale gradients that are spread over ranks; all ranks skip the same steps.
 
-    def unscale_together(own: Callable[..., Any]) -> Callable[..., Any]:
-        def unscale_parts(*args: Any) -> Any:
-            groups = [meshes.mesh.group(each) for each in (Flat.LOSS, Axis.TP)]
-            return unscale(*args, groups=[group for group in groups if group.size() > 1])
+    Raises:
+        ConfigError: another kind of scaler, which unscales in its own way.
+    """
+    own = getattr(type(scaler), "_unscale_grads_", None)
+    if own is not torch.amp.GradScaler._unscale_grads_:
+        raise ConfigError(
+            f"the precision plugin has a {type(scaler).__name__}, which looks for infinite gradients in its "
+            "own way, so ranks that share parameters could skip different steps. Pass a torch.amp.GradScaler."
+        )
 
-        return unscale_parts
+    def unscale_together(*args: Any) -> Any:
+        groups = [meshes.mesh.group(each) for each in (Flat.LOSS, Axis.TP)]
+        return unscale(*args, groups=[group for group in groups if group.size() > 1])
 
-    patches.replace(scaler, "_unscale_grads_", unscale_together)
+    patches.put_method(scaler, "_unscale_grads_", unscale_together)
 
 
 # Decisions of Lightning by a logged value, and saves of callbacks, on several ranks.

@@ -223,10 +223,10 @@ def check_timeouts(settings: DiagnosticsSettings) -> None:
         ConfigError: naming the setting.
     """
     for name in ("step_timeout", "first_step_timeout"):
-        value: Any = getattr(settings, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        is_auto = name == "step_timeout" and value == "auto"
-        if value is not None and not is_auto and not (number and 0 < value < float("inf")):
+        value: object = getattr(settings, name)
+        number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else 0
+        others = (None, "auto") if name == "step_timeout" else (None,)
+        if not 0 < number < float("inf") and value not in others:
             what = "the ranks do not watch each other" if name == "step_timeout" else "no limit"
             raise ConfigError(
                 f"{name} must be a number of seconds above 0, or None ({what}), got {value!r}. "

@@ -53,7 +53,11 @@ class Model(L.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32}
-        heads: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+        heads: dict[str, Any] = {
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }
         self.model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False))
 
     def training_step(self, batch: Any, index: int) -> Any:

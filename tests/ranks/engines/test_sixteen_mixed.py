@@ -15,10 +15,12 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision as FabricPrecision
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils.data import DataLoader
 
+from lightning_cp.errors import ConfigError
 from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
-from tests.helpers.pool import run_ranks
+from tests.helpers.pool import expect_on_every_rank, run_ranks
 from tests.helpers.pool.environment import PoolEnvironment
 from tests.helpers.strategies.plain_llama import PlainLlama
 from tests.helpers.strategies.small import VOCAB, Settings, Small, alone, samples, trainer_of, whole
@@ -173,3 +175,18 @@ def test_all_ranks_skip_a_step_whose_gradients_overflow_on_one(engine: str, driv
         assert got.scales == [SCALE] * SPOILT + [SCALE / 2] * (STEPS - SPOILT)
         assert [moved == 0 for moved in got.moved] == [at == SPOILT for at in range(1, STEPS)]
         assert bool(got.weights.isfinite().all())
+
+
+def by_a_scaler_of_its_own_ways(rank: int, world_size: int, settings: Settings) -> None:
+    plugin = MixedPrecision("16-mixed", "cpu", ShardedGradScaler("cpu"))
+    plugins: list[Any] = [plugin, PoolEnvironment()]
+    batches_of: Any = DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
+    trainer_of(world_size, settings, plugins=plugins).fit(Scaled(), batches_of)
+
+
+def test_a_scaler_that_unscales_in_its_own_way_is_refused() -> None:
+    """That of FSDP's first version."""
+    match = "a ShardedGradScaler, which looks for infinite gradients .* Pass a torch.amp.GradScaler"
+    expect_on_every_rank(
+        2, by_a_scaler_of_its_own_ways, ENGINES["fsdp"], error=ConfigError, match=match
+    )
