@@ -55,7 +55,6 @@ from lightning_cp.loaders.synchronized import LoaderSynchronizer
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.randomness.token_draws import Per, draw_per
 from lightning_cp.runtime.runtime import ContextParallelRuntime
-from lightning_cp.strategies.lightning_patches import unscale_with_ranks
 from lightning_cp.strategies.validation import check_backend, check_group_timeout, checked
 from lightning_cp.utils.patching import PatchSet
 from lightning_cp.watchdog.watch import name_of
@@ -477,11 +476,6 @@ class ContextParallelStrategy:
             Finalize(self, runtime.watch.stop, exitpriority=1)
             Finalize(self, runtime.progress.forget, exitpriority=1)
             wait_for_gloo_at_exit()
-
-    def _share_scaler(self, precision: object) -> None:
-        scaler = getattr(precision, "scaler", None)
-        if self.engine.shards and scaler is not None:
-            unscale_with_ranks(self._patches, scaler, self.runtime.meshes)
 
     def _compared_options(self, precision: object) -> dict[str, object]:
         """Return options of Lightning's that must be equal on all ranks."""

@@ -125,8 +125,10 @@ def prevent_saves(patches: PatchSet, trainer: Trainer) -> None:
             patches.replace(callback, "on_exception", lambda _: ignore)
 
 
-def clip_with_engine(patches: PatchSet, precision: Any, engine: Engine) -> None:
-    """Clip gradients with an engine that knows which rank holds which part of them."""
+def clip_with_engine(
+    patches: PatchSet, precision: Any, engine: Engine, meshes: MeshBuilder
+) -> None:
+    """Unscale and clip gradients with an engine that knows which rank holds which part of them."""
 
     def by_norm(own: Callable[..., Any]) -> Callable[..., Any]:
         def clip(optimizer: Optimizer, clip_val: float) -> None:
@@ -142,14 +144,18 @@ def clip_with_engine(patches: PatchSet, precision: Any, engine: Engine) -> None:
 
     patches.replace(precision, "clip_grad_by_norm", by_norm)
     patches.replace(precision, "clip_grad_by_value", by_value)
+    unscale_with_ranks(patches, precision, meshes)
 
 
-def unscale_with_ranks(patches: PatchSet, scaler: Any, meshes: MeshBuilder) -> None:
+def unscale_with_ranks(patches: PatchSet, precision: Any, meshes: MeshBuilder) -> None:
     """Have a ``GradScaler`` unscale gradients that are spread over ranks; all ranks skip the same steps.
 
     Raises:
         ConfigError: another kind of scaler, which unscales in its own way.
     """
+    scaler = getattr(precision, "scaler", None)
+    if scaler is None:
+        return
     own = getattr(type(scaler), "_unscale_grads_", None)
     if own is not torch.amp.GradScaler._unscale_grads_:
         raise ConfigError(

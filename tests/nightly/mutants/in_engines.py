@@ -108,7 +108,7 @@ ENGINE_MUTANTS = (
     Mutant(
         "scalars stay on their ranks",
         f"{ENGINES}/gradients.py",
-        "parameter.grad = all_sum(own, group) / group.size()",
+        "parameter.grad = all_mean(own, group)",
         "parameter.grad = own",
         (ODD,),
         "What FSDP2 ignores is trained apart by every rank.",
