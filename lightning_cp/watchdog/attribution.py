@@ -199,12 +199,13 @@ def _stuck(members: dict[int, _Member], waited: float) -> Verdict:
 
 
 def _waits_for(member: _Member) -> int:
-    """Return 0 for a rank that waits for no other, 1 if its device may wait for one, 2 if its host does.
+    """Return 0 for a rank that waits for no other, 1 if its device may do so unseen, 2 if host or device do.
 
-    A device that waits in a collective is as busy as one that computes.
+    A device that waits in a collective of PyTorch's own is as busy as one that computes.
     """
-    if member.beat.device_is_busy:
-        return 1
+    device = member.beat.device
+    if device is not None and device.is_busy:
+        return 2 if device.waits else 1
     return 2 if _WAITS.search(member.beat.stack) else 0
 
 
@@ -213,10 +214,8 @@ def _place_of(member: _Member) -> str:
     host, device = member.beat.place, member.beat.device
     if device is None or not device.is_busy:
         return f"{member.name} {host}"
-    return (
-        f"{member.name}, whose device {device.name} stands still {device.place} "
-        f"(its host is {host})"
-    )
+    does = "waits for other ranks" if device.waits else "stands still"
+    return f"{member.name}, whose device {device.name} {does} {device.place} (its host is {host})"
 
 
 def _module_calls(members: Sequence[_Member]) -> str:

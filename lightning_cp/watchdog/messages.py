@@ -105,11 +105,6 @@ class Beat:
             return *device.place[:2], device.since
         return *self.place[:2], self.since
 
-    @property
-    def device_is_busy(self) -> bool:
-        """True if its device has more to do."""
-        return self.device is not None and self.device.is_busy
-
     def as_message(self) -> list[Any]:
         """Return a list that JSON can encode."""
         device = self.device and [list(self.device.place), *self.device[1:]]
@@ -123,9 +118,9 @@ class Beat:
         limit = None if limit is None else float(limit)
         at = PhasePosition(*map(int, place))
         if device is not None:
-            reached, of_device, is_busy, name = device
+            reached, of_device, busy, waits, name = device
             reached = PhasePosition(*map(int, reached))
-            device = DevicePosition(reached, int(of_device), bool(is_busy), str(name))
+            device = DevicePosition(reached, int(of_device), bool(busy), bool(waits), str(name))
         return cls(int(count), int(since), at, limit, str(stack), str(within), device)
 
 

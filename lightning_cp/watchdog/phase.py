@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_cp.comm import waits
 from lightning_cp.utils.patching import add_hook, strip_wrappers
 from lightning_cp.watchdog.device import DeviceQueue
 
@@ -51,7 +52,7 @@ _PHASE_TEXTS = {
     Phase.SAVE: "in saving a checkpoint",
 }
 _HOST = struct.Struct("<qqqq")
-_DEVICE = struct.Struct("<qqqqq")
+_DEVICE = struct.Struct("<qqqqqq")
 _TOKEN = 16
 
 
@@ -81,6 +82,8 @@ class DevicePosition(NamedTuple):
     """Number of the host's signs of progress since the micro-batch began, when it enqueued this."""
     is_busy: bool = False
     """True if the device has more to do."""
+    waits: bool = False
+    """True if what it has to do next is to wait for other ranks."""
     name: str = ""
     """``cuda:1``."""
 
@@ -123,6 +126,12 @@ class Position:
         self.count += 1
         if self.device is not None:
             self.device.record(DevicePosition(self.place, self.count - self.began))
+
+    def mark_wait(self, waits: bool) -> None:
+        """Record that the device goes to wait for other ranks, or that it has what it waited for."""
+        if self.device is not None:
+            since = self.count - self.began
+            self.device.record(DevicePosition(self.place, since, waits=waits))
 
     def poll_device(self) -> DevicePosition | None:
         """Return the position of the device, and show it to other ranks; called by the watcher's thread."""
@@ -240,7 +249,7 @@ class Slot:
     def write_device(self, reached: DevicePosition) -> None:
         """Write the position of the rank's device."""
         with suppress(ValueError):  # closed in this moment
-            values = (*reached.place, reached.since, reached.is_busy)
+            values = (*reached.place, reached.since, reached.is_busy, reached.waits)
             _DEVICE.pack_into(self._map, _TOKEN + _HOST.size, *values)
 
     def read(self) -> PhasePosition:
@@ -249,8 +258,8 @@ class Slot:
 
     def read_device(self) -> DevicePosition:
         """Return the position of the rank's device when its watcher asked last."""
-        *place, since, is_busy = _DEVICE.unpack_from(self._map, _TOKEN + _HOST.size)
-        return DevicePosition(PhasePosition(*place), since, bool(is_busy))
+        *place, since, busy, waits = _DEVICE.unpack_from(self._map, _TOKEN + _HOST.size)
+        return DevicePosition(PhasePosition(*place), since, bool(busy), bool(waits))
 
     @property
     def is_first(self) -> bool:
@@ -303,12 +312,15 @@ def count(position: Position) -> None:
     global _watched
     ignore(position)
     _watched = (*_watched, position)
+    if position.device is not None:
+        waits.marks = (*waits.marks, position.mark_wait)
 
 
 def ignore(position: Position) -> None:
     """Stop counting signs of life for this run."""
     global _watched
     _watched = tuple(each for each in _watched if each is not position)
+    waits.marks = tuple(each for each in waits.marks if each != position.mark_wait)
 
 
 # Signs of progress within a step, which tell slow ranks from stuck ones: gradients that arrived, and calls

@@ -60,6 +60,16 @@ FAULT_MUTANTS = (
         "Of GPUs that wait for one that hangs, all are named.",
     ),
     Mutant(
+        "GPUs that wait are taken for those that stand still",
+        VERDICT,
+        "return 2 if device.waits else 1",
+        "return 1",
+        (
+            "tests/unit/watchdog/test_device.py::test_a_device_that_waits_in_a_collective_is_not_named",
+        ),
+        "All GPUs of a group are named where one of them hangs.",
+    ),
+    Mutant(
         "goodbyes not heard",
         VERDICT,
         "if not member.has_left and member.note is None:",

@@ -12,6 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_cp.comm.all_gather import PendingShards
+from lightning_cp.comm.all_to_all import Pending
+from lightning_cp.comm.ring import PendingMessage, Transfer
+from lightning_cp.comm.waits import wait_for
 from lightning_cp.config import StrategyConfig
 from lightning_cp.strategies.validation import check
 from lightning_cp.watchdog import device as devices
@@ -69,8 +73,8 @@ def with_device(rank: int = 0) -> tuple[Position, Stub]:
     return position, stub
 
 
-def busy(since: int = 30, rank: int = 1) -> DevicePosition:
-    return DevicePosition(BACKWARD, since, is_busy=True, name=f"cuda:{rank}")
+def busy(since: int = 30, rank: int = 1, *, waits: bool = False) -> DevicePosition:
+    return DevicePosition(BACKWARD, since, is_busy=True, waits=waits, name=f"cuda:{rank}")
 
 
 def test_events_are_counted_in_their_order() -> None:
@@ -148,6 +152,40 @@ def test_what_is_recorded() -> None:
     hooks.forget()
 
 
+class Message:
+    """As in flight."""
+
+    def __init__(self, position: Position) -> None:
+        self._position = position
+        self.found: DevicePosition | None = None
+
+    def wait(self) -> None:
+        self.found = self._position.poll_device()
+
+
+def test_waits_for_messages_are_recorded() -> None:
+    position, stub = with_device()
+    position.begin_micro_batch()
+    stub.done, message = 99, Message(position)
+    count(position)
+    for pending in (
+        Transfer(None, None, [message]),  # type: ignore[list-item]
+        PendingMessage(torch.ones(1), None, message),  # type: ignore[arg-type]
+        Pending(torch.ones(1), None, message, lambda x: (x,)),  # type: ignore[arg-type]
+        PendingShards(torch.ones(1), torch.ones(1), message),  # type: ignore[arg-type]
+    ):
+        before, message.found = stub.recorded, None
+        pending.wait()
+        assert stub.recorded == before + 2
+        assert message.found == DevicePosition(position.place, 1, False, True, "cuda:0")
+        after = position.poll_device()
+        assert after is not None
+        assert not after.waits
+    ignore(position)
+    wait_for(message)  # type: ignore[arg-type]
+    assert stub.recorded == before + 2
+
+
 def test_a_device_s_position_is_that_of_the_work_which_it_has_done() -> None:
     position, stub = with_device(3)
     position.begin_micro_batch()
@@ -183,7 +221,7 @@ def test_other_ranks_can_read_a_device_s_position() -> None:
 
 
 def test_a_message_has_the_device_s_position() -> None:
-    for device in (None, busy()):
+    for device in (None, busy(), busy(waits=True)):
         beat = Beat(4, 2, OPTIMIZER, 8.0, "here", "", device)
         assert Beat.of_message(beat.as_message()) == beat
 
@@ -220,7 +258,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
         assert not each.is_alive()
 
 
-def wait_for(ends: list[Verdict]) -> Verdict:
+def verdict_of(ends: list[Verdict]) -> Verdict:
     until = time.monotonic() + 20
     while not ends and time.monotonic() < until:
         time.sleep(PERIOD)
@@ -237,13 +275,13 @@ def test_hosts_may_wait_for_a_device_that_works(pair: Pair) -> None:
         stubs[1].done += 1
     assert stubs[1].done <= 9
     assert not ends
-    assert "rank 0" in wait_for(ends).line  # it is done, and its host goes no further
+    assert "rank 0" in verdict_of(ends).line  # it is done, and its host goes no further
 
 
 def test_the_device_that_stands_still_is_named(pair: Pair) -> None:
     _, stubs, ends = pair
     stubs[0].done, stubs[1].done = 9, 5
-    verdict = wait_for(ends)
+    verdict = verdict_of(ends)
     assert verdict.ranks == (1,)
     assert verdict.line.endswith(
         "first to stop: rank 1, whose device cuda:1 stands still at step 7, in backward "
@@ -268,6 +306,19 @@ def test_a_device_that_waits_for_one_that_is_behind_is_not_named() -> None:
     said = line_of(*(Beat(90, 50, OPTIMIZER, 10.0, device=busy(32 - at, at)) for at in range(3)))
     assert "first to stop: rank 2, whose device cuda:2 stands still at step 7, in backward" in said
     assert "rank 1" not in said
+
+
+def test_a_device_that_waits_in_a_collective_is_not_named() -> None:
+    """It has done all of its own at this place; the one that it waits for has not."""
+    said = line_of(
+        *(Beat(90, 50, OPTIMIZER, 10.0, device=busy(30, at, waits=at != 2)) for at in range(3))
+    )
+    assert "first to stop: rank 2, whose device cuda:2 stands still at step 7, in backward" in said
+    assert "rank 1" not in said
+    said = line_of(
+        *(Beat(90, 50, OPTIMIZER, 10.0, device=busy(30, at, waits=True)) for at in range(2))
+    )
+    assert "all of them: rank 0, whose device cuda:0 waits for other ranks at step 7" in said
 
 
 def test_a_host_that_gives_its_device_no_work_is_named() -> None:
