@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def _group_of_one(ranks: torch.Tensor) -> dist.ProcessGroup:
 
 
 def _fake_group() -> dist.ProcessGroup | None:
-    """Return this rank's group of ``fake``; ``None`` if collectives of this PyTorch's leave results empty.
+    """Return this rank's group of ``fake``; ``None`` if this PyTorch's has none, or leaves results empty.
 
     It outlives meshes: a later one could get the name of a group that still exists.
     """
@@ -84,13 +85,23 @@ def _fake_group() -> dist.ProcessGroup | None:
     found = next((group for group in known if group.group_desc == _ALONE), None)
     if found is None:
         options: Any = {"use_local_synchronization": True, "group_desc": _ALONE}
-        found = dist.new_group([dist.get_rank()], backend=FAKE, **options)
-    assert isinstance(found, dist.ProcessGroup)
-    sent, received, exchanged = torch.ones(1), torch.zeros(1), torch.zeros(1)
+        with suppress(RuntimeError):  # of a backend that is to connect to a device
+            found = dist.new_group([dist.get_rank()], backend=FAKE, **options)
+    if not isinstance(found, dist.ProcessGroup):
+        return None
+    if _is_exact(found):
+        return found
+    dist.destroy_process_group(found)
+    return None
+
+
+def _is_exact(group: dist.ProcessGroup) -> bool:
+    """True if this rank receives what it sends to itself."""
+    sent, scattered, exchanged = torch.ones(1), torch.zeros(1), torch.zeros(1)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(received, sent, group=found)
-    dist.all_to_all_single(exchanged, sent, group=found)
-    return found if bool(received) and bool(exchanged) else None
+    scatter(scattered, sent, group=group)
+    dist.all_to_all_single(exchanged, sent, group=group)
+    return bool(scattered) and bool(exchanged)
 
 
 def lasts(group: dist.ProcessGroup) -> bool:

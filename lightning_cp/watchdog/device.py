@@ -52,9 +52,8 @@ class DeviceQueue(Generic[Mark]):
         """Mark of the last one of them."""
         self._make_event, self._may_record = make_event, may_record
         self._pending: deque[tuple[DeviceEvent, Mark]] = deque()
-        self._unused: list[
-            DeviceEvent
-        ] = []  # the asking thread must not destroy an event of CUDA's
+        # Used again: the asking thread must not destroy an event, which CUDA does on that thread's device.
+        self._unused: list[DeviceEvent] = []
         self._failed = False
 
     @property

@@ -90,3 +90,31 @@ def test_gloo_groups_of_one_rank_split_nothing(splits: list[list[list[int]]]) ->
     group = gloo_group(torch.arange(RANKS).view(-1, 1))
     assert dist.get_process_group_ranks(group) == [3]
     assert (splits, counted()) == ([], 2)
+
+
+def refuse(*_: object, **__: object) -> Any:
+    raise RuntimeError("Backend fake does not support eagerConnectSingleDevice")
+
+
+@pytest.mark.usefixtures("_world")
+@pytest.mark.parametrize("lacks", ["it cannot be made", "it leaves results empty"])
+def test_without_a_group_of_fake_all_axes_of_size_1_share_a_communicator(
+    lacks: str, splits: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        if lacks == "it cannot be made":
+            patch.setattr(groups, "_is_exact", pytest.fail)
+            own = dist.new_group
+            patch.setattr(
+                groups.dist,
+                "new_group",
+                lambda *args, **more: (refuse if "group_desc" in more else own)(*args, **more),
+            )
+        else:
+            patch.setattr(groups, "_is_exact", lambda group: False)
+        mesh = ContextParallelMesh(ring_size=4, ulysses_size=2)
+    assert [len(split[0]) for split in splits] == [1, 4, 2]
+    assert mesh.group(Axis.TP) is mesh.group(Axis.DP_SHARD) is mesh.group(Flat.DATA)
+    assert counted() == 4
+    mesh.destroy()
+    assert counted() == 1
