@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -145,20 +146,35 @@ def group_of(partition: torch.Tensor, backend: str | None = None) -> dist.Proces
         ConfigError: ranks that are in no group, or in two.
     """
     _check_partition(partition)
-    if backend is None and _is_eager(_world()):  # one split for all, as PyTorch's meshes
-        own = dist.split_group(split_ranks=partition.tolist())
+    ranks = partition.tolist()
+    if not _is_eager(_world()):
+        own, _ = dist.new_subgroups_by_enumeration(ranks, backend=backend)
+    elif backend is None:
+        own = dist.split_group(split_ranks=ranks)  # one split for all, as PyTorch's meshes
     else:
-        own, _ = dist.new_subgroups_by_enumeration(partition.tolist(), backend=backend)
+        with _without_splits(_world()):
+            own, _ = dist.new_subgroups_by_enumeration(ranks, backend=backend)
     assert isinstance(own, dist.ProcessGroup)
     return own
 
 
-def _check_partition(partition: torch.Tensor) -> None:
-    """Check that each rank is in one group.
+@contextmanager
+def _without_splits(world: dist.ProcessGroup) -> Iterator[None]:
+    """A block in which groups of another backend are made as if the world's communicator did not exist.
 
-    Where the world's NCCL communicator exists, every group that a rank is not in makes it call
-    ``perform_nocolor_split``, for which NCCL waits until all ranks have called it as often.
+    Otherwise every group that a rank is not in makes it call ``perform_nocolor_split``, for which NCCL waits
+    until all ranks have called it as often.
     """
+    device = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+def _check_partition(partition: torch.Tensor) -> None:
+    """Check that each rank is in one group: NCCL splits the communicator of all ranks."""
     ranks = sorted(partition.flatten().tolist())
     if ranks != list(range(dist.get_world_size())):
         world_size = dist.get_world_size()

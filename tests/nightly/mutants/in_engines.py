@@ -163,6 +163,16 @@ ENGINE_MUTANTS = (
         "With 16-mixed and sharded parameters some ranks step and others do not.",
     ),
     Mutant(
+        "gloo groups split the world's communicator",
+        "lightning_cp/comm/groups.py",
+        "    world.bound_device_id = None\n",
+        "",
+        (
+            "tests/ranks/comm/test_groups.py::test_gloo_groups_do_not_split_the_world_s_communicator",
+        ),
+        "Each start takes as many NCCL splits as there are groups; part of the ranks would wait forever.",
+    ),
+    Mutant(
         "float16 gradients are added as they are",
         f"{ENGINES}/ddp_options.py",
         "divisor = prescale(bucket.buffer(), group.size())",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning_cp.comm import groups
 from lightning_cp.comm.all_gather import start_all_gather, start_reduce_scatter
 from lightning_cp.comm.reduce import all_max, all_mean, all_sum, broadcast_tensors
+from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh
 from tests.helpers.pool import run_ranks
 from tests.helpers.strategies.engine_runs import Cell, Outcome, execute
@@ -54,6 +55,35 @@ def collectives(rank: int, world_size: int) -> None:
 
 def test_one_rank_receives_what_it_has_sent() -> None:
     run_ranks(2, collectives)
+
+
+def gloo_in_an_eager_world(rank: int, world_size: int) -> tuple[float, int]:
+    """The world's communicator is a stand-in that counts splits."""
+    world, device = groups._world(), torch.device("cuda", 0)
+    communicator = mock.Mock()
+    world.bound_device_id = device
+    try:
+        with mock.patch.object(
+            dist.distributed_c10d, "_get_split_source", return_value=communicator
+        ):
+            pairs = groups.gloo_group(torch.arange(world_size).view(-1, 2))
+            assert world.bound_device_id == device
+            with pytest.raises(
+                ConfigError, match=r"process groups \[\[0, 1\]\] do not hold each of 4"
+            ):
+                groups.gloo_group(torch.tensor([[0, 1]]))
+            splits = communicator.perform_nocolor_split.call_count
+            dist.new_group([0, 1], backend="gloo")  # one that a user makes
+            alone = communicator.perform_nocolor_split.call_count - splits
+    finally:
+        world.bound_device_id = None
+    assert alone == (rank > 1)
+    return float(all_sum(torch.tensor(float(rank)), pairs)), splits
+
+
+def test_gloo_groups_do_not_split_the_world_s_communicator() -> None:
+    """PyTorch has each rank split it once for each group that it is not in; all others have to match that."""
+    assert run_ranks(4, gloo_in_an_eager_world) == [(1.0, 0), (1.0, 0), (5.0, 0), (5.0, 0)]
 
 
 def trained(rank: int, world_size: int, cell: Cell) -> Outcome:
