@@ -124,22 +124,24 @@ class Position:
     def record_work(self, *_: Any) -> None:
         """Count progress of the host, and later that of the device, once it has done the same work."""
         self.count += 1
-        if self.device is not None:
-            self.device.record(DevicePosition(self.place, self.count - self.began))
+        self._record()
 
     def mark_wait(self, waits: bool) -> None:
         """Record that the device goes to wait for other ranks, or that it has what it waited for."""
-        if self.device is not None:
-            since = self.count - self.began
-            self.device.record(DevicePosition(self.place, since, waits=waits))
+        self._record(waits=waits)
+
+    def _record(self, *, waits: bool = False) -> None:
+        if (device := self.device) is not None:
+            device.record(DevicePosition(self.place, self.count - self.began, waits=waits))
 
     def poll_device(self) -> DevicePosition | None:
         """Return the position of the device, and show it to other ranks; called by the watcher's thread."""
-        if self.device is None:
+        device = self.device  # one read: the run may end
+        if device is None:
             return None
-        self.device.poll()
-        reached = self.device.reached or DevicePosition()
-        found = reached._replace(is_busy=self.device.is_busy, name=self.device.name)
+        device.poll()
+        reached = device.reached or DevicePosition()
+        found = reached._replace(is_busy=device.is_busy, name=device.name)
         if self._slot is not None:
             self._slot.write_device(found)
         return found
@@ -147,7 +149,8 @@ class Position:
     @property
     def signs(self) -> int:
         """Signs of progress so far, of the host and of its device."""
-        return self.count + (self.device.completed if self.device is not None else 0)
+        device = self.device
+        return self.count + (device.completed if device is not None else 0)
 
     def call(self, name: str) -> None:
         """Record the call of a module that all ranks must call together."""

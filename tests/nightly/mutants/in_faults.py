@@ -43,7 +43,7 @@ FAULT_MUTANTS = (
     Mutant(
         "the device's progress is not counted",
         "lightning_cp/watchdog/phase.py",
-        "return self.count + (self.device.completed if self.device is not None else 0)",
+        "return self.count + (device.completed if device is not None else 0)",
         "return self.count",
         ("tests/unit/watchdog/test_device.py::test_hosts_may_wait_for_a_device_that_works",),
         "A healthy step that is long on the GPU is ended.",
