@@ -264,6 +264,7 @@ class ContextParallelStrategy:
         """Make everything that belongs to one run; a copy of the strategy makes its own."""
         lasting = set(vars(self))
         settings = self._settings
+        self._patches = PatchSet()
         self.runtime = ContextParallelRuntime(settings)
         self.engine = engine(settings, self._comm_hook)
         self.engine.before_exchange = self.runtime.before_data
@@ -271,7 +272,6 @@ class ContextParallelStrategy:
         self._pretrained = Pretrained(settings.pretrained, offload=settings.cpu_offload)
         self._guard = FiniteGuard(settings.check_finite, self.runtime.losses.counts)
         self._loaders = LoaderSynchronizer(self.runtime)
-        self._patches = PatchSet()
         self._library_warnings = LibraryWarnings()
         finalize(self, self._library_warnings.show)
         self._watch_ends_with_process = False
