@@ -136,7 +136,7 @@ def warm_up(ring: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def group_of(partition: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup:
-    """Make the groups of ``partition`` (``[groups, ranks]``) and return this rank's.
+    """Make the groups of ``partition`` (``[groups, ranks]``) and return this rank's, in the order of ranks.
 
     Args:
         partition: each rank once.
@@ -146,7 +146,7 @@ def group_of(partition: torch.Tensor, backend: str | None = None) -> dist.Proces
         ConfigError: ranks that are in no group, or in two.
     """
     _check_partition(partition)
-    ranks = partition.tolist()
+    ranks = partition.sort(dim=1).values.tolist()
     if not _is_eager(_world()):
         own, _ = dist.new_subgroups_by_enumeration(ranks, backend=backend)
     elif backend is None:
