@@ -23,6 +23,8 @@ DEFAULT_CHUNK_TOKENS = 1024
 """Enough for matrix products at full speed, and for few reads of the weight's gradient."""
 DEFAULT_TILE_TOKENS = 4096
 """Enough for matrix products at full speed, and for few additions to the parameters' gradients."""
+STEP_SECONDS = {"cpu": 120.0, "cuda": 360.0}
+"""``step_timeout="auto"`` by type of device: docs/faults.md says why."""
 
 T = TypeVar("T")
 
@@ -348,10 +350,10 @@ class DiagnosticsSettings:
         "`GradScaler`, which expects them, is left alone. `False`: step all the same.",
         guide="restarts.md",
     )
-    step_timeout: float | None = setting(
-        120.0,
+    step_timeout: float | str | None = setting(
+        "auto",
         "seconds within a step after which ranks that make no progress end, and name the rank that they "
-        "wait for; `None`: ranks do not watch each other.",
+        "wait for; `auto`: 120, and 360 on CUDA; `None`: ranks do not watch each other.",
         guide="faults.md",
     )
     first_step_timeout: float | None = setting(

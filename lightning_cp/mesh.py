@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cp.comm.all_gather import all_gather
-from lightning_cp.comm.groups import gloo_group, gloo_mesh, is_fake, warm_up
+from lightning_cp.comm.groups import gloo_group, lasts, mesh_of_groups, warm_up
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.layout.axes import FLATTENED, Axis, Flat
@@ -62,10 +62,7 @@ class ContextParallelMesh:
         _check_sizes(self.sizes)
         forget_meshes()
         self.device_type = device_type
-        # In a fake world each axis has its own group, as on GPUs.
-        saves_groups = device_type == "cpu" and not is_fake()
-        make = gloo_mesh if saves_groups else init_device_mesh
-        self.device_mesh: DeviceMesh = make(
+        self.device_mesh: DeviceMesh = mesh_of_groups(
             device_type,
             tuple(self.sizes.values()),
             mesh_dim_names=tuple(axis.value for axis in self.sizes),
@@ -75,8 +72,7 @@ class ContextParallelMesh:
             axis: self.device_mesh[axis.value] for axis in Axis
         }
         for flat, axes in FLATTENED.items():
-            several = [axis for axis in axes if self.sizes[axis] > 1]
-            if saves_groups and not several:
+            if all(self.sizes[axis] == 1 for axis in axes):
                 self._meshes[flat] = self._meshes[axes[0]]
                 continue
             names = tuple(axis.value for axis in axes)
@@ -242,8 +238,8 @@ class ContextParallelMesh:
         groups = {*self._groups.values(), *self._control.values()}
         # PyTorch has no public list of groups.
         known = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}  # pyright: ignore[reportPrivateUsage]
-        for group in groups - {dist.group.WORLD}:
-            if group in known:  # the destruction of the world group includes all groups
+        for group in groups:
+            if group in known and not lasts(group):  # the end of the world's group is that of all
                 dist.destroy_process_group(group)
         # Threads and sockets of a group live as long as a reference to it.
         self._release()

@@ -178,7 +178,7 @@ def explain(
     if Exchange(exchange).name == "ring_flash_attn":
         delegate(q_BLHD, v_BLKD, layout, spec, kernel, max_logits=return_max_logits)
         return DELEGATED_KERNELS
-    request = make_request(q_BLHD, v_BLKD, spec, max_logits=return_max_logits)
+    request = make_request(q_BLHD, v_BLKD, layout, spec, max_logits=return_max_logits)
     return explain_kernels(kernel, request)
 
 

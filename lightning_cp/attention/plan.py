@@ -117,7 +117,7 @@ def make_plan(
     check_call(q_BLHD, k_BLKD, v_BLKD, mesh, layout, spec)
     heads = HeadSplit(q_BLHD.shape[2], k_BLKD.shape[2], mesh.ulysses_size)
     whole = schedule(layout, None, spec.mask)
-    request = make_request(q_BLHD, v_BLKD, spec, max_logits=max_logits)
+    request = make_request(q_BLHD, v_BLKD, layout, spec, max_logits=max_logits)
     scale = spec.scale(q_BLHD.shape[3])
     every = Scores(abs(scale), spec.mask, float(spec.softcap), spec.alibi_slopes, max_logits)
     scores = every.of_heads(*heads.q_range(mesh.ulysses_rank))
@@ -131,9 +131,15 @@ def make_plan(
 
 
 def make_request(
-    q_BLHD: torch.Tensor, v_BLKD: torch.Tensor, spec: AttentionSpec, *, max_logits: bool = False
+    q_BLHD: torch.Tensor,
+    v_BLKD: torch.Tensor,
+    layout: SequenceLayout,
+    spec: AttentionSpec,
+    *,
+    max_logits: bool = False,
 ) -> Request:
     """Return the requirements of a call on a kernel."""
+    documents = layout.documents
     return Request(
         device_type=q_BLHD.device.type,
         dtype=q_BLHD.dtype,
@@ -141,6 +147,7 @@ def make_request(
         masks=_mask_kinds(spec),
         needs=spec.needs | {"max_logits"} if max_logits else spec.needs,
         value_dim=v_BLKD.shape[3],
+        packed=documents is not None and not documents.is_dense,
     )
 
 

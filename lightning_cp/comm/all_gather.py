@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_cp.comm.waits import wait_for
 from lightning_cp.layout.tiles import Ranges
 from lightning_cp.utils.tracing import profile_range
 
@@ -71,7 +72,7 @@ class PendingShards:
         """Block until the collective is done and return the result, which the caller owns. Call once."""
         if self._work is not None:
             with profile_range("{} wait", self._name):
-                self._work.wait()
+                wait_for(self._work)
         received, self._received = self._received, None
         self._work = self._sent = None
         assert received is not None

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from lightning_cp.comm.waits import wait_for
 from lightning_cp.utils.tracing import profile_range
 
 HeadRanges = Sequence[tuple[int, int]]
@@ -77,7 +78,7 @@ class Pending:
         assert self._received is not None
         if self._work is not None:
             with profile_range("all-to-all wait"):
-                self._work.wait()
+                wait_for(self._work)
         received, self._received, self._sent, self._work = self._received, None, None, None
         with profile_range("copies"):
             return self._finish(received)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,27 +15,27 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_cp.errors import ConfigError
+
 FAKE = "fake"
 """PyTorch's backend for one process that acts as a rank of a world that does not exist."""
+_ALONE = "lightning_cp: one rank"
+"""Description of the group that axes of size 1 share."""
 
 
-def gloo_mesh(
+def mesh_of_groups(
     device_type: str, sizes: tuple[int, ...], *, mesh_dim_names: tuple[str, ...]
 ) -> DeviceMesh:
     """Make a mesh in which all axes of size 1 share a group, and axes of all ranks take the world's.
 
     Each gloo group keeps threads that wake up a hundred times a second: with a group for each of five axes
-    they took 5 to 9 ms of CPU a second, on every rank.
+    they took 5 to 9 ms of CPU a second, on every rank. Each NCCL group has a communicator, made at once.
     """
-    world = dist.group.WORLD
-    assert world is not None
+    world = _world()
     ranks = torch.arange(math.prod(sizes)).view(sizes)
-    alone = world
-    if world.size() > 1 and 1 in sizes:
-        # Not with use_local_synchronization: it names groups by ranks and how many groups there are, which
-        # is the name of a group that still exists once another one was destroyed.
-        alone = group_of(ranks.reshape(-1, 1))
-    by_size = {1: alone, world.size(): world}
+    by_size = {world.size(): world}
+    if 1 in sizes and world.size() > 1:
+        by_size[1] = _group_of_one(ranks)
     groups = [
         by_size[size] if size in by_size else group_of(ranks.movedim(dim, -1).reshape(-1, size))
         for dim, size in enumerate(sizes)
@@ -41,13 +44,81 @@ def gloo_mesh(
 
 
 def gloo_group(partition: torch.Tensor) -> dist.ProcessGroup:
-    """Make groups for CPU messages and return this rank's; ``partition`` is ``[groups, ranks]``."""
-    world = dist.group.WORLD
-    assert world is not None
+    """Make groups for CPU messages and return this rank's; ``partition`` is ``[groups, ranks]``.
+
+    Raises:
+        ConfigError: ranks that are in no group, or in two.
+    """
+    _check_partition(partition)
+    world = _world()
     backend = FAKE if is_fake() else "gloo"  # gloo would wait for the others to connect
     if len(partition) == 1 and dist.get_backend(world) == backend:
         return world
+    if partition.shape[1] == 1 and _is_eager(world):
+        return _group_of_one(partition)
     return group_of(partition, backend)
+
+
+def _group_of_one(ranks: torch.Tensor) -> dist.ProcessGroup:
+    """Return a group of this rank alone.
+
+    One of the ``fake`` backend copies what a single rank would receive. It has no communicator, which NCCL
+    makes for each group at once, and no threads. Where it would be wrong, all ranks make groups together.
+    """
+    if dist.get_backend() != "gloo":
+        found = _fake_group()
+        if found is not None:
+            return found
+    # Not with use_local_synchronization: it names groups by ranks and how many groups there are, which
+    # is the name of a group that still exists once another one was destroyed.
+    return group_of(ranks.reshape(-1, 1))
+
+
+def _fake_group() -> dist.ProcessGroup | None:
+    """Return this rank's group of ``fake``; ``None`` if this PyTorch's has none, or leaves results empty.
+
+    It outlives meshes: a later one could get the name of a group that still exists.
+    """
+    # The import registers the backend in versions of PyTorch that do not register it.
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401
+
+    known = dist.distributed_c10d._world.pg_map  # PyTorch has no public list of groups
+    found = next((group for group in known if group.group_desc == _ALONE), None)
+    if found is None:
+        options: Any = {"use_local_synchronization": True, "group_desc": _ALONE}
+        with suppress(RuntimeError):  # of a backend that is to connect to a device
+            found = dist.new_group([dist.get_rank()], backend=FAKE, **options)
+    if not isinstance(found, dist.ProcessGroup):
+        return None
+    if _is_exact(found):
+        return found
+    dist.destroy_process_group(found)
+    return None
+
+
+def _is_exact(group: dist.ProcessGroup) -> bool:
+    """True if this rank receives what it sends to itself."""
+    sent, scattered, exchanged = torch.ones(1), torch.zeros(1), torch.zeros(1)
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(scattered, sent, group=group)
+    dist.all_to_all_single(exchanged, sent, group=group)
+    return bool(scattered) and bool(exchanged)
+
+
+def lasts(group: dist.ProcessGroup) -> bool:
+    """True for the world's group, and for one that all meshes of this world share."""
+    return group is dist.group.WORLD or group.group_desc == _ALONE
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def _is_eager(world: dist.ProcessGroup) -> bool:
+    """True if the world's NCCL communicator exists: Lightning gives the device to ``init_process_group``."""
+    return getattr(world, "bound_device_id", None) is not None
 
 
 def is_fake() -> bool:
@@ -65,10 +136,50 @@ def warm_up(ring: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def group_of(partition: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup:
-    """Make the groups of ``partition`` (``[groups, ranks]``) and return this rank's.
+    """Make the groups of ``partition`` (``[groups, ranks]``) and return this rank's, in the order of ranks.
 
-    ``backend``: that of the world if it is ``None``.
+    Args:
+        partition: each rank once.
+        backend: that of the world if it is ``None``.
+
+    Raises:
+        ConfigError: ranks that are in no group, or in two.
     """
-    own, _ = dist.new_subgroups_by_enumeration(partition.tolist(), backend=backend)
+    _check_partition(partition)
+    ranks = partition.sort(dim=1).values.tolist()
+    if not _is_eager(_world()):
+        own, _ = dist.new_subgroups_by_enumeration(ranks, backend=backend)
+    elif backend is None:
+        own = dist.split_group(split_ranks=ranks)  # one split for all, as PyTorch's meshes
+    else:
+        with _without_splits(_world()):
+            own, _ = dist.new_subgroups_by_enumeration(ranks, backend=backend)
     assert isinstance(own, dist.ProcessGroup)
     return own
+
+
+@contextmanager
+def _without_splits(world: dist.ProcessGroup) -> Iterator[None]:
+    """A block in which groups of another backend are made as if the world's communicator did not exist.
+
+    Otherwise every group that a rank is not in makes it call ``perform_nocolor_split``, for which NCCL waits
+    until all ranks have called it as often.
+    """
+    device = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+def _check_partition(partition: torch.Tensor) -> None:
+    """Check that each rank is in one group: NCCL splits the communicator of all ranks."""
+    ranks = sorted(partition.flatten().tolist())
+    if ranks != list(range(dist.get_world_size())):
+        world_size = dist.get_world_size()
+        raise ConfigError(
+            f"process groups {str(partition.tolist())[:200]} do not hold each of {world_size} ranks once, "
+            "so NCCL would wait forever for the others. Make groups for all ranks together, with "
+            "torch.distributed.new_subgroups_by_enumeration."
+        )

@@ -24,6 +24,32 @@ def all_sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return total
 
 
+def all_mean(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the mean of ``x`` over the ranks of ``group``, equal on every rank; does not change ``x``.
+
+    Args:
+        x: [...], the same shape and dtype on all ranks, on the device that the group's messages travel from.
+        group: all of its ranks call this together.
+    """
+    total = x.detach().clone()
+    divisor = prescale(total, group.size())
+    dist.all_reduce(total, group=group)
+    return total / divisor
+
+
+def prescale(x: torch.Tensor, size: int) -> float:
+    """Prepare ``x`` in place for a sum over ``size`` ranks; return the number to divide that sum by.
+
+    A sum of float16 overflows above 65,504, so these are divided first: by a power of two, which rounds only
+    numbers below 6e-5.
+    """
+    if x.dtype != torch.float16:
+        return size
+    power = 1 << (size - 1).bit_length()
+    x.div_(power)
+    return size / power
+
+
 def all_max(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the elementwise maximum of ``x`` over the ranks of ``group``; does not change ``x``.
 

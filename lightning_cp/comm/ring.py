@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from lightning_cp.comm.waits import wait_for
 from lightning_cp.utils.tracing import profile_range
 
 
@@ -27,7 +28,7 @@ class Transfer:
     def wait(self) -> torch.Tensor | None:
         """Block until both directions are done and return the received tensor, if there is one."""
         for work in self.works:
-            work.wait()
+            wait_for(work)
         self.works, self.sent = [], None
         return self.received
 
@@ -73,7 +74,7 @@ class PendingMessage:
         """Block until the message has arrived and return it."""
         if self._work is not None:
             with profile_range("message wait"):
-                self._work.wait()
+                wait_for(self._work)
         self._sent = self._work = None
         return self._received
 

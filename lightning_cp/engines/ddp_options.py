@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_cp.comm.reduce import start_all_reduce
+from lightning_cp.comm.reduce import prescale, start_all_reduce
 from lightning_cp.config import GROUPS, StrategyConfig
 from lightning_cp.engines.checks import PER_PARAMETER
 from lightning_cp.errors import ConfigError
@@ -44,8 +44,9 @@ def sum_then_divide(
 
     DistributedDataParallel by itself divides first, which rounds every rank's part.
     """
-    size = group.size()
-    return start_all_reduce(bucket.buffer(), group).then(lambda done: done.value()[0].div_(size))
+    divisor = prescale(bucket.buffer(), group.size())
+    started = start_all_reduce(bucket.buffer(), group)
+    return started.then(lambda done: done.value()[0].div_(divisor))
 
 
 ARGUMENTS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")

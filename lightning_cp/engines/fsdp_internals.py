@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.watchdog.phase import sign_of_life
+from lightning_cp.watchdog.phase import sign_of_work
 
 
 def two_dimensional(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
@@ -204,7 +204,7 @@ class FsdpGroup:
         group, own = self._group, self._group.post_backward
 
         def post_backward(*unused: Any) -> None:
-            sign_of_life()
+            sign_of_work()
             self.sync_requires_grad()
             self._touched |= {id(p) for p in self.parameters() if p.requires_grad}
             for each in group.fsdp_params if group.reduce_grads else ():

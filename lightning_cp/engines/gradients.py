@@ -8,14 +8,16 @@ these sums is added over the ranks of those axes: a replicated tensor counts onc
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
 
-from lightning_cp.comm.reduce import all_max, all_sum
+from lightning_cp.comm.reduce import all_max, all_mean, all_sum
 from lightning_cp.errors import NonFiniteError
 from lightning_cp.utils.dtensor import local_part
 
@@ -115,6 +117,50 @@ def _over_ranks(power: torch.Tensor, key: _Key, norm_type: float) -> torch.Tenso
     return total.to(power.device)
 
 
+# Gradients of a loss that a ``GradScaler`` has scaled.
+
+
+def unscale(
+    optimizer: Optimizer,
+    inv_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+    allow_fp16: bool,
+    *,
+    groups: Iterable[dist.ProcessGroup],
+) -> dict[torch.device, torch.Tensor]:
+    """``GradScaler._unscale_grads_`` for gradients of which each rank holds a part: all skip the same steps.
+
+    PyTorch's takes either plain tensors or DTensors, and looks for infinity on the first one's mesh only.
+
+    Args:
+        optimizer: the owner of the gradients.
+        inv_scale: [], the factor.
+        found_inf: [], zero; on the device of the scale.
+        allow_fp16: float16 gradients are expected.
+        groups: all ranks that share the model are in these groups, one after the other; collective.
+
+    Returns:
+        By its device, a number that is not zero if a gradient of some rank is not finite.
+
+    Raises:
+        ValueError: gradients in float16, as PyTorch says it.
+    """
+    parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and (part := local_part(parameter.grad)).numel():
+                parts[part.device, part.dtype].append(part)
+    if not allow_fp16 and any(dtype == torch.float16 for _, dtype in parts):
+        raise ValueError("Attempting to unscale FP16 gradients.")
+    for (device, _), some in parts.items():
+        of_device = torch.zeros_like(found_inf, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(some, of_device, inv_scale.to(device))
+        found_inf = torch.maximum(found_inf, of_device.to(found_inf.device))
+    for ranks in groups:
+        found_inf = all_max(found_inf, ranks)
+    return {found_inf.device: found_inf}
+
+
 # Averages over ranks of gradients that no wrapper averages.
 
 
@@ -135,4 +181,4 @@ def average_present(
     for parameter, count in zip(parameters, counts, strict=True):
         if count:
             own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = all_sum(own, group) / group.size()
+            parameter.grad = all_mean(own, group)

@@ -147,7 +147,8 @@ class AtenCudaCudnn(PerTileKernel):
     """``aten::_scaled_dot_product_cudnn_attention`` on [B, H, L, D]; its lse is [B, H, L, 1].
 
     cuDNN refuses a single key (a document of which a rank holds one token), so the reference kernel computes
-    these tiles. V may have another head dim than K. Its backward is not deterministic.
+    these tiles. V may have another head dim than K. Its backward is not deterministic. PyTorch makes a plan
+    for each combination of sizes and strides, in each thread, and never drops one.
     """
 
     name = "aten_cuda_cudnn"
@@ -157,6 +158,7 @@ class AtenCudaCudnn(PerTileKernel):
         masks=frozenset({"full", "causal"}),
         max_head_dim=128,
         head_dim_multiple=8,
+        no_packs="PyTorch makes a cuDNN plan for each length of a tile, and never frees it",
         obstacle=lambda: pre_ampere_obstacle("cuDNN's attention"),
     )
 

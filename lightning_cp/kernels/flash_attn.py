@@ -33,6 +33,7 @@ ARGUMENT_ALIASES: Mapping[str, str] = {"is_causal": "causal"}
 _UNUSED_ARGUMENTS = (
     *("alibi_slopes", "out", "out_", "k_new", "v_new", "qv", "cu_seqlens_k_new"),
     *("seqused_q", "seqused_k", "sequed_q", "sequed_k", "page_table", "kv_batch_idx", "leftpad_k"),
+    "block_table",
     *("rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale"),
 )
 NEUTRAL_VALUES: Mapping[str, object] = {"return_softmax": False, **dict.fromkeys(_UNUSED_ARGUMENTS)}

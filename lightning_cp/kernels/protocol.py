@@ -56,6 +56,8 @@ class Request:
     """Features beyond scale and mask: softcap, alibi, max_logits. Sinks need none."""
     value_dim: int | None = None
     """Head dim of V; ``None``: that of q and k."""
+    packed: bool = False
+    """Rows hold several documents, or padding: tiles have any lengths, and other ones in each batch."""
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -79,6 +81,8 @@ class Capabilities:
     computes at the wider head dim, and trims the results."""
     features: frozenset[str] = frozenset()
     """Features, as in ``Request.needs``."""
+    no_packs: str = ""
+    """Reason why it is not for packed rows; empty if it is."""
     obstacle: Callable[[], str | None] | None = None
     """Returns the reason if it cannot run here at all (a missing package or device); called last."""
     only_by_name: frozenset[str] = frozenset()
@@ -99,6 +103,8 @@ class Capabilities:
             return f"has no {join_sorted(missing)} mask"
         if missing := request.needs - self.features:
             return f"has no {join_sorted(missing)}"
+        if request.packed and self.no_packs:
+            return f"is not for packed documents and padded rows: {self.no_packs}"
         obstacle = self.obstacle() if self.obstacle is not None else None
         return None if obstacle is None else f"cannot run: {obstacle}"
 

@@ -127,6 +127,7 @@ def _request_text(request: Request) -> str:
         f"device {request.device_type}, {request.dtype}, head dim {_head_dims_text(request)}, "
         f"masks {join_sorted(request.masks)}"
         + (f", {join_sorted(request.needs)}" if request.needs else "")
+        + (", packed" if request.packed else "")
     )
 
 

@@ -430,7 +430,7 @@ class SwapHandle:
         arguments = (q, k, v, self.mesh, state.layout, spec, self.kernel)
         make = partial(make_plan, *arguments, exchange=self.exchange)
         plan = partial(make_plan_with_scores, make) if max_logits else make
-        request = make_request(q, v, spec, max_logits=max_logits)
+        request = make_request(q, v, state.layout, spec, max_logits=max_logits)
         made = plan() if request in self.requests else self.checks.run("an attention call", plan)
         self.requests[request] = None
         state.plans[call] = (

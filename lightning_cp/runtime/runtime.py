@@ -81,7 +81,7 @@ class ContextParallelRuntime:
         """The model of the run, with its swapped attention and the rules for its batches."""
         from lightning_cp.runtime.model_binding import ModelBinding  # loads all kinds of models
 
-        progress = self.watch.position.progress
+        progress = self.watch.position.record_work
         return ModelBinding(self.settings, self.meshes, progress, self.listeners, self)
 
     @cached_property

@@ -173,7 +173,7 @@ class ContextParallelStrategy:
             well, so that no communication is repeated).
         activation_offload: keep in (pinned) host memory what activation checkpointing keeps.
         step_timeout: seconds within a step after which ranks that make no progress end, and name the rank
-            that they wait for; ``None``: ranks do not watch each other.
+            that they wait for; ``auto``: 120, and 360 on CUDA; ``None``: ranks do not watch each other.
         first_step_timeout: the same for the first step, and for everything outside of steps; ``None``: no
             limit there.
         mesh: ``MeshSettings``, or a mapping of its settings, in place of single arguments.
@@ -232,7 +232,7 @@ class ContextParallelStrategy:
         mlp_modules: str | Sequence[str] | None = None,
         activation_checkpointing: str = "none",
         activation_offload: bool = False,
-        step_timeout: float | None = 120.0,
+        step_timeout: float | str | None = "auto",
         first_step_timeout: float | None = 600.0,
         *,
         mesh: MeshSettings | Mapping[str, Any] | None = None,
@@ -265,6 +265,7 @@ class ContextParallelStrategy:
         """Make everything that belongs to one run; a copy of the strategy makes its own."""
         lasting = set(vars(self))
         settings = self._settings
+        self._patches = PatchSet()
         self.runtime = ContextParallelRuntime(settings)
         self.engine = engine(settings, self._comm_hook)
         self.engine.before_exchange = self.runtime.before_data
@@ -272,7 +273,6 @@ class ContextParallelStrategy:
         self._pretrained = Pretrained(settings.pretrained, offload=settings.cpu_offload)
         self._guard = FiniteGuard(settings.check_finite, self.runtime.losses.counts)
         self._loaders = LoaderSynchronizer(self.runtime)
-        self._patches = PatchSet()
         self._library_warnings = LibraryWarnings()
         finalize(self, self._library_warnings.show)
         self._watch_ends_with_process = False
@@ -489,7 +489,9 @@ class ContextParallelStrategy:
         check_same_start(settings, trainer, self._compared_options(precision))
         address = own.cluster_environment.main_address
         handles = trainer is not None  # the Trainer stops all ranks at one step
-        runtime.watch.begin(settings, address, own.launcher, handles_sigterm=handles)
+        runtime.watch.begin(
+            settings, address, own.launcher, handles_sigterm=handles, device=own.root_device
+        )
         if not self._watch_ends_with_process:  # there may be many stages
             self._watch_ends_with_process = True
             # Not a method of the runtime: that refers to the model, the Trainer and so to this strategy.

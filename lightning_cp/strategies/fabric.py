@@ -32,7 +32,7 @@ from lightning_cp.randomness.token_draws import without_token_draws
 from lightning_cp.resume.fabric import RunState
 from lightning_cp.strategies.base import ContextParallelStrategy, in_floating_point
 from lightning_cp.strategies.fabric_loops import FabricLoader, Loops
-from lightning_cp.strategies.lightning_patches import STEPS
+from lightning_cp.strategies.lightning_patches import STEPS, unscale_with_ranks
 from lightning_cp.strategies.parity_checks import FabricParity, fabric_question
 from lightning_cp.strategies.undeclared import collect_undeclared, complete_errors
 from lightning_cp.strategies.validation import check_fabric_parity
@@ -100,6 +100,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         """
         runtime = self.__dict__.get("runtime")  # None if the settings were refused
         if runtime is not None and not sys.is_finalizing():
+            self._patches.undo()
             runtime.detach()
 
     # -- processes -----------------------------------------------------------------------------------
@@ -127,6 +128,8 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         self._check_world()
         self._begin_watch(self.precision)
         self._build_mesh()
+        if self.engine.shards:
+            unscale_with_ranks(self._patches, self.precision, self.runtime.meshes)
 
     @override
     def _setup_distributed(self) -> None:

@@ -24,12 +24,15 @@ from torch.optim import Optimizer
 from lightning_cp.comm.consensus import World
 from lightning_cp.config import StrategyConfig
 from lightning_cp.engines.base import Engine
+from lightning_cp.engines.gradients import unscale
 from lightning_cp.errors import ConfigError
+from lightning_cp.layout.axes import Axis, Flat
 from lightning_cp.profile.recorder import StepRecorder
 from lightning_cp.utils.patching import PatchSet
 
 if TYPE_CHECKING:
     from lightning_cp.checkpoint.manager import CheckpointManager
+    from lightning_cp.runtime.mesh_builder import MeshBuilder
 
 _log = logging.getLogger("lightning_cp")
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -122,8 +125,10 @@ def prevent_saves(patches: PatchSet, trainer: Trainer) -> None:
             patches.replace(callback, "on_exception", lambda _: ignore)
 
 
-def clip_with_engine(patches: PatchSet, precision: Any, engine: Engine) -> None:
-    """Clip gradients with an engine that knows which rank holds which part of them."""
+def clip_with_engine(
+    patches: PatchSet, precision: Any, engine: Engine, meshes: MeshBuilder
+) -> None:
+    """Unscale and clip gradients with an engine that knows which rank holds which part of them."""
 
     def by_norm(own: Callable[..., Any]) -> Callable[..., Any]:
         def clip(optimizer: Optimizer, clip_val: float) -> None:
@@ -139,6 +144,30 @@ def clip_with_engine(patches: PatchSet, precision: Any, engine: Engine) -> None:
 
     patches.replace(precision, "clip_grad_by_norm", by_norm)
     patches.replace(precision, "clip_grad_by_value", by_value)
+    unscale_with_ranks(patches, precision, meshes)
+
+
+def unscale_with_ranks(patches: PatchSet, precision: Any, meshes: MeshBuilder) -> None:
+    """Have a ``GradScaler`` unscale gradients that are spread over ranks; all ranks skip the same steps.
+
+    Raises:
+        ConfigError: another kind of scaler, which unscales in its own way.
+    """
+    scaler = getattr(precision, "scaler", None)
+    if scaler is None:
+        return
+    own = getattr(type(scaler), "_unscale_grads_", None)
+    if own is not torch.amp.GradScaler._unscale_grads_:
+        raise ConfigError(
+            f"the precision plugin has a {type(scaler).__name__}, which looks for infinite gradients in its "
+            "own way, so ranks that share parameters could skip different steps. Pass a torch.amp.GradScaler."
+        )
+
+    def unscale_together(*args: Any) -> Any:
+        groups = [meshes.mesh.group(each) for each in (Flat.LOSS, Axis.TP)]
+        return unscale(*args, groups=[group for group in groups if group.size() > 1])
+
+    patches.put_method(scaler, "_unscale_grads_", unscale_together)
 
 
 # Decisions of Lightning by a logged value, and saves of callbacks, on several ranks.

@@ -290,7 +290,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         ):
             patches.replace(plugin, name, partial(partial, instead))  # called with the own method
         if self.engine.shards:
-            clip_with_engine(patches, plugin, self.engine)
+            clip_with_engine(patches, plugin, self.engine, self.runtime.meshes)
             call_after_toggling(patches, self._module, self._rewrap_if_requires_grad_changed)
 
     def _convert_input(self, own: Any, batch: Any) -> Any:

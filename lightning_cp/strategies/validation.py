@@ -20,6 +20,7 @@ from lightning_cp.config import (
     DEFAULT_TILE_TOKENS,
     GATHERING_MODE,
     GROUPS,
+    STEP_SECONDS,
     AttentionSettings,
     BatchSettings,
     DiagnosticsSettings,
@@ -222,15 +223,18 @@ def check_timeouts(settings: DiagnosticsSettings) -> None:
         ConfigError: naming the setting.
     """
     for name in ("step_timeout", "first_step_timeout"):
-        value = getattr(settings, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not (number and 0 < value < float("inf")):
+        value: object = getattr(settings, name)
+        number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else 0
+        others = (None, "auto") if name == "step_timeout" else (None,)
+        if not 0 < number < float("inf") and value not in others:
             what = "the ranks do not watch each other" if name == "step_timeout" else "no limit"
             raise ConfigError(
                 f"{name} must be a number of seconds above 0, or None ({what}), got {value!r}. "
                 "Leave it out for the default."
             )
     usual, first = settings.step_timeout, settings.first_step_timeout
+    if isinstance(usual, str):
+        usual = STEP_SECONDS["cpu"]
     if usual is not None and first is not None and first < usual:
         raise ConfigError(
             f"first_step_timeout={first} is shorter than step_timeout={usual}, but the first step also makes "

@@ -156,7 +156,7 @@ class Judge:
                 member.beat = self._refresh(rank, member.beat)
         frozen = {at: m for at, m in members.items() if _exceeds(now - m.last_heard, m.beat.limit)}
         if frozen:
-            said = [frozen_line(m.name, now - m.last_heard, m.beat.place) for m in frozen.values()]
+            said = [frozen_line(m.name, now - m.last_heard, m.beat) for m in frozen.values()]
             return Verdict("frozen", tuple(frozen), _join_limited(said))
         waited = now - self._progressed
         if not members or not all(_exceeds(waited, m.beat.limit) for m in members.values()):
@@ -165,9 +165,12 @@ class Judge:
         return self._verdict_on("left", left) if left else _stuck(members, waited)
 
 
-def frozen_line(name: str, seconds: float, place: PhasePosition) -> str:
+def frozen_line(name: str, seconds: float, beat: Beat) -> str:
     """Return the line about a frozen rank."""
-    return f"{name} gave no sign of life for {seconds:.0f} s, {place}"
+    line = f"{name} gave no sign of life for {seconds:.0f} s, {beat.place}"
+    if beat.device is None or not beat.device.is_busy:
+        return line
+    return f"{line}; its device {beat.device.name} was {beat.device.place}"
 
 
 def _join_limited(said: Sequence[str]) -> str:
@@ -182,18 +185,37 @@ def _exceeds(seconds: float, limit: float | None) -> bool:
 
 def _stuck(members: dict[int, _Member], waited: float) -> Verdict:
     """Return the verdict for a standstill: the ranks that are behind the others are probably the cause."""
-    made = {rank: (*m.beat.place[:2], m.beat.since) for rank, m in members.items()}
+    made = {rank: m.beat.reached for rank, m in members.items()}
     behind = {rank: m for rank, m in members.items() if made[rank] == min(made.values())}
-    waiting = {rank for rank, m in behind.items() if _WAITS.search(m.beat.stack)}
-    if len(waiting) < len(behind):
-        behind = {rank: m for rank, m in behind.items() if rank not in waiting}
+    least = min(map(_waits_for, behind.values()))
+    behind = {rank: m for rank, m in behind.items() if _waits_for(m) == least}
     shown = list(behind.values())[:MAX_NAMED]
     which = "all of them" if len(behind) == len(members) else "first to stop"
-    who = [f"{member.name} {member.beat.place}" for member in behind.values()]
+    who = [_place_of(member) for member in behind.values()]
     line = f"no rank made progress for {waited:.0f} s; {which}: {_join_limited(who)}"
     line += _module_calls(list(members.values()))
     stacks = [f"{member.name} is here:\n{member.beat.stack}" for member in shown]
     return Verdict("stuck", tuple(behind), line, "\n".join(stacks))
+
+
+def _waits_for(member: _Member) -> int:
+    """Return 0 for a rank that waits for no other, 1 if its device may do so unseen, 2 if host or device do.
+
+    A device that waits in a collective of PyTorch's own is as busy as one that computes.
+    """
+    device = member.beat.device
+    if device is not None and device.is_busy:
+        return 2 if device.waits else 1
+    return 2 if _WAITS.search(member.beat.stack) else 0
+
+
+def _place_of(member: _Member) -> str:
+    """Return the place at which a rank stands; its device's, if that has more to do."""
+    host, device = member.beat.place, member.beat.device
+    if device is None or not device.is_busy:
+        return f"{member.name} {host}"
+    does = "waits for other ranks" if device.waits else "stands still"
+    return f"{member.name}, whose device {device.name} {does} {device.place} (its host is {host})"
 
 
 def _module_calls(members: Sequence[_Member]) -> str:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lightning_cp.error_display import short_line_of
 from lightning_cp.errors import LightningCPError, RankFailure, without_home
-from lightning_cp.watchdog.phase import PhasePosition
+from lightning_cp.watchdog.phase import DevicePosition, PhasePosition
 
 MAX_TRACEBACK_CHARS = 20_000
 """Characters of a traceback that are sent: the last ones."""
@@ -84,7 +84,7 @@ class Beat:
     """A rank's heartbeat, sent every half second."""
 
     count: int = 0
-    """Number of signs of progress since the run began."""
+    """Number of signs of progress since the run began, those of its device included."""
     since: int = 0
     """Number of signs of progress since the micro-batch began."""
     place: PhasePosition = field(default_factory=PhasePosition)
@@ -94,18 +94,34 @@ class Beat:
     """Stack of its main thread, if it made no progress for half of the limit."""
     module_call: str = ""
     """The module that it is calling, of those that all ranks must call together."""
+    device: DevicePosition | None = None
+    """The position of its device, if that works apart from the host."""
+
+    @property
+    def reached(self) -> tuple[int, int, int]:
+        """Step, micro-batch and signs of progress in it: of the device, if it has more to do."""
+        device = self.device
+        if device is not None and device.is_busy:
+            return *device.place[:2], device.since
+        return *self.place[:2], self.since
 
     def as_message(self) -> list[Any]:
         """Return a list that JSON can encode."""
-        return [self.count, self.since, list(self.place), self.limit, self.stack, self.module_call]
+        device = self.device and [list(self.device.place), *self.device[1:]]
+        at = list(self.place)
+        return [self.count, self.since, at, self.limit, self.stack, self.module_call, device]
 
     @classmethod
     def of_message(cls, message: list[Any]) -> Beat:
         """Read what ``as_message`` returned."""
-        count, since, place, limit, stack, within = message
+        count, since, place, limit, stack, within, device = message
         limit = None if limit is None else float(limit)
         at = PhasePosition(*map(int, place))
-        return cls(int(count), int(since), at, limit, str(stack), str(within))
+        if device is not None:
+            reached, of_device, busy, waits, name = device
+            reached = PhasePosition(*map(int, reached))
+            device = DevicePosition(reached, int(of_device), bool(busy), bool(waits), str(name))
+        return cls(int(count), int(since), at, limit, str(stack), str(within), device)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_cp.comm import waits
 from lightning_cp.utils.patching import add_hook, strip_wrappers
+from lightning_cp.watchdog.device import DeviceQueue
 
 
 class Phase(IntEnum):
@@ -49,7 +51,8 @@ _PHASE_TEXTS = {
     Phase.BETWEEN_STEPS: "between steps",
     Phase.SAVE: "in saving a checkpoint",
 }
-_SLOT = struct.Struct("<qqqq")
+_HOST = struct.Struct("<qqqq")
+_DEVICE = struct.Struct("<qqqqqq")
 _TOKEN = 16
 
 
@@ -71,6 +74,20 @@ class PhasePosition(NamedTuple):
         return f"after step {self.step}, {where}" if self.step else where
 
 
+class DevicePosition(NamedTuple):
+    """A position that a device has reached, of the work that its host enqueued."""
+
+    place: PhasePosition = PhasePosition()
+    since: int = 0
+    """Number of the host's signs of progress since the micro-batch began, when it enqueued this."""
+    is_busy: bool = False
+    """True if the device has more to do."""
+    waits: bool = False
+    """True if what it has to do next is to wait for other ranks."""
+    name: str = ""
+    """``cuda:1``."""
+
+
 class Position:
     """This rank's position: the main thread changes it, any thread may count progress.
 
@@ -81,6 +98,8 @@ class Position:
     def __init__(self) -> None:
         self.count = self.began = 0
         self.place = PhasePosition()
+        self.device: DeviceQueue[DevicePosition] | None = None
+        """This rank's device, if it works apart from the host."""
         self.is_first = True
         """True until the first step has ended: things are still built and compiled."""
         self._stepped = True
@@ -101,6 +120,37 @@ class Position:
     def progress(self, *_: Any) -> None:
         """Count progress; accepts any arguments, so that it can be a hook."""
         self.count += 1
+
+    def record_work(self, *_: Any) -> None:
+        """Count progress of the host, and later that of the device, once it has done the same work."""
+        self.count += 1
+        self._record()
+
+    def mark_wait(self, waits: bool) -> None:
+        """Record that the device goes to wait for other ranks, or that it has what it waited for."""
+        self._record(waits=waits)
+
+    def _record(self, *, waits: bool = False) -> None:
+        if (device := self.device) is not None:
+            device.record(DevicePosition(self.place, self.count - self.began, waits=waits))
+
+    def poll_device(self) -> DevicePosition | None:
+        """Return the position of the device, and show it to other ranks; called by the watcher's thread."""
+        device = self.device  # one read: the run may end
+        if device is None:
+            return None
+        device.poll()
+        reached = device.reached or DevicePosition()
+        found = reached._replace(is_busy=device.is_busy, name=device.name)
+        if self._slot is not None:
+            self._slot.write_device(found)
+        return found
+
+    @property
+    def signs(self) -> int:
+        """Signs of progress so far, of the host and of its device."""
+        device = self.device
+        return self.count + (device.completed if device is not None else 0)
 
     def call(self, name: str) -> None:
         """Record the call of a module that all ranks must call together."""
@@ -158,8 +208,8 @@ class Position:
         self.enter(Phase.BETWEEN_STEPS)
 
     def _write(self, place: PhasePosition) -> None:
-        self.count += 1
         self.place = place
+        self.record_work()
         if self._slot is not None:
             self._slot.write(place, is_first=self.is_first)
 
@@ -183,9 +233,10 @@ class Slot:
             descriptor, self.path = tempfile.mkstemp(prefix="lightning_cp-position-")
         try:
             if not path:
-                os.write(descriptor, token + bytes(_SLOT.size))
+                os.write(descriptor, token + bytes(_HOST.size + _DEVICE.size))
             access = mmap.ACCESS_READ if path else mmap.ACCESS_WRITE
-            self._map = mmap.mmap(descriptor, _TOKEN + _SLOT.size, access=access)
+            size = _TOKEN + _HOST.size + _DEVICE.size
+            self._map = mmap.mmap(descriptor, size, access=access)
         except ValueError as error:  # it is shorter
             raise OSError(f"{path}: {error}") from None
         finally:
@@ -196,16 +247,27 @@ class Slot:
     def write(self, place: PhasePosition, *, is_first: bool = False) -> None:
         """Write a position, and whether no step has ended yet."""
         with suppress(ValueError):  # closed in this moment
-            _SLOT.pack_into(self._map, _TOKEN, *place, is_first)
+            _HOST.pack_into(self._map, _TOKEN, *place, is_first)
+
+    def write_device(self, reached: DevicePosition) -> None:
+        """Write the position of the rank's device."""
+        with suppress(ValueError):  # closed in this moment
+            values = (*reached.place, reached.since, reached.is_busy, reached.waits)
+            _DEVICE.pack_into(self._map, _TOKEN + _HOST.size, *values)
 
     def read(self) -> PhasePosition:
         """Return the position: the present one, or that at its rank's death."""
-        return PhasePosition(*_SLOT.unpack_from(self._map, _TOKEN)[:3])
+        return PhasePosition(*_HOST.unpack_from(self._map, _TOKEN)[:3])
+
+    def read_device(self) -> DevicePosition:
+        """Return the position of the rank's device when its watcher asked last."""
+        *place, since, busy, waits = _DEVICE.unpack_from(self._map, _TOKEN + _HOST.size)
+        return DevicePosition(PhasePosition(*place), since, bool(busy), bool(waits))
 
     @property
     def is_first(self) -> bool:
         """True if no step had ended."""
-        return bool(_SLOT.unpack_from(self._map, _TOKEN)[3])
+        return bool(_HOST.unpack_from(self._map, _TOKEN)[3])
 
     def unlink(self) -> None:
         """Remove the file's name; those that have it open can still read it."""
@@ -235,6 +297,12 @@ def sign_of_life() -> None:
         position.progress()
 
 
+def sign_of_work() -> None:
+    """Count progress of host and device for every watched run, where a device was given work."""
+    for position in _watched:
+        position.record_work()
+
+
 def pieces(data: memoryview) -> Iterator[memoryview]:
     """Split bytes into pieces to write, with a sign of life after each."""
     for start in range(0, len(data), PIECE):
@@ -247,12 +315,15 @@ def count(position: Position) -> None:
     global _watched
     ignore(position)
     _watched = (*_watched, position)
+    if position.device is not None:
+        waits.marks = (*waits.marks, position.mark_wait)
 
 
 def ignore(position: Position) -> None:
     """Stop counting signs of life for this run."""
     global _watched
     _watched = tuple(each for each in _watched if each is not position)
+    waits.marks = tuple(each for each in waits.marks if each != position.mark_wait)
 
 
 # Signs of progress within a step, which tell slow ranks from stuck ones: gradients that arrived, and calls
@@ -276,7 +347,7 @@ class ProgressHooks:
             module: the wrapped module that the training step calls.
             attention: also count calls of attention modules, where attention is not intercepted.
         """
-        count = self._position.progress
+        count = self._position.record_work
         for parameter in module.parameters():
             own = parameter.requires_grad and parameter.is_leaf
             # FSDP2's groups are counted by the engine, reduced or not: a hook here would be called only where
@@ -320,7 +391,7 @@ class ProgressHooks:
 
     def _called(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._position.progress()
+            self._position.record_work()
 
     def _begins(self, module: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():

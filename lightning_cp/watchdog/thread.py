@@ -265,12 +265,13 @@ class Watcher(threading.Thread):
     def _beat(self, now: float) -> Beat:
         """Make this rank's heartbeat."""
         position, limit = self._position, self._own_limit()
-        if position.count != self._counted:
-            self._counted, self._progressed = position.count, now
+        device, count = position.poll_device(), position.signs
+        if count != self._counted:
+            self._counted, self._progressed = count, now
         stands = limit is not None and now - self._progressed > limit / 2
-        count, since = position.count, position.count - position.began
+        since = position.count - position.began
         stack = self._stack() if stands else ""
-        return Beat(count, since, position.place, limit, stack, position.module_call)
+        return Beat(count, since, position.place, limit, stack, position.module_call, device)
 
     def _stack(self) -> str:
         """Return the main thread's stack, as text."""
@@ -292,7 +293,9 @@ class Watcher(threading.Thread):
         place = self._position_of(rank)
         if place is None:
             return beat
-        return replace(beat, place=place, limit=self._limit(place, self._slots[rank].is_first))
+        slot = self._slots[rank]
+        device = beat.device and slot.read_device()._replace(name=beat.device.name)
+        return replace(beat, place=place, limit=self._limit(place, slot.is_first), device=device)
 
     def _kill(self, rank: int) -> None:
         """Kill a process of this machine that cannot end itself."""
@@ -391,7 +394,8 @@ class Member(Watcher):
         beat = self._refresh_beat(0, self._hub_beat) if silent > SILENT_SECONDS else self._hub_beat
         if not self._hub_left and beat.limit is not None and silent > beat.limit:
             self._kill(0)
-            self._schedule_end(Verdict("frozen", (0,), frozen_line(name, silent, beat.place)), now)
+            line = frozen_line(name, silent, beat)
+            self._schedule_end(Verdict("frozen", (0,), line), now)
         limit, waited = self._own_limit(), now - self._progressed
         if self._hub_is_gone and limit is not None and waited > limit:
             own = f"{self._cards[self.rank].name} made no progress for {waited:.0f} s"

@@ -16,16 +16,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.strategies.launchers.subprocess_script import _launch_process_observer
 
 from lightning_cp import error_display as console
 from lightning_cp.comm.consensus import World, error_summary
-from lightning_cp.config import StrategyConfig, resolve_cp_size
+from lightning_cp.config import STEP_SECONDS, StrategyConfig, resolve_cp_size
 from lightning_cp.errors import ConfigError
 from lightning_cp.watchdog import attribution as ending
 from lightning_cp.watchdog import phase as signs
 from lightning_cp.watchdog.attribution import PATIENCE
+from lightning_cp.watchdog.device import device_queue
 from lightning_cp.watchdog.messages import COMMON, OWN, Card, Note
 from lightning_cp.watchdog.phase import STEPS, PhasePosition, Position, Slot
 from lightning_cp.watchdog.thread import GRACE, Hub, Member, Watcher
@@ -35,6 +37,17 @@ SWITCH = "LIGHTNING_CP_WATCH"
 CONNECT_TIMEOUT = 20.0
 """Seconds in which a rank must connect to rank 0's watcher."""
 LOOPBACK = "127.0.0.1"
+CPU = torch.device("cpu")
+
+
+def seconds_of_step(
+    step_timeout: float | str | None, first: float | None, device: torch.device
+) -> float | None:
+    """Return the seconds that ``step_timeout`` means on a device, at most those of the first step."""
+    if not isinstance(step_timeout, str):
+        return step_timeout
+    seconds = STEP_SECONDS.get(device.type, STEP_SECONDS["cpu"])
+    return seconds if first is None else min(seconds, first)
 
 
 class Watch:
@@ -42,17 +55,20 @@ class Watch:
 
     Args:
         position: this rank's position, kept up to date by the training loop.
-        step_timeout: seconds within a step without any progress; ``None``: no watch at all.
+        step_timeout: seconds within a step without any progress; ``auto``: those of the device; ``None``: no
+            watch at all.
         first_step_timeout: the same for the first step and outside of steps; ``None``: no limit.
     """
 
     def __init__(
         self,
         position: Position,
-        step_timeout: float | None = StrategyConfig.step_timeout,
+        step_timeout: float | str | None = StrategyConfig.step_timeout,
         first_step_timeout: float | None = StrategyConfig.first_step_timeout,
     ) -> None:
         self.position = position
+        self.device = CPU
+        """The device that this rank computes on."""
         self._step_timeout, self._first = step_timeout, first_step_timeout
         self._watcher: Watcher | None = None
         self._noted = False  # the error itself would keep objects that raised it alive
@@ -84,6 +100,7 @@ class Watch:
             return
         self._noted, self._shows = False, None
         self.position.restart()
+        self.position.device = device_queue(self.device)
         rank = dist.get_rank()
         token = secrets.token_bytes(16)
         own = self._make_slot(token)
@@ -138,6 +155,7 @@ class Watch:
         if watcher is None:
             return
         signs.ignore(self.position)
+        self.position.device = None
         if not self._noted:
             watcher.leave()
         if watcher is not threading.current_thread():  # may be run by garbage collection
@@ -157,7 +175,9 @@ class Watch:
     def _limit(self, place: PhasePosition, is_first: bool) -> float | None:
         """Return the seconds without progress that are allowed in this place."""
         usual = place.phase in STEPS and not is_first
-        return self._step_timeout if usual else self._first
+        return (
+            seconds_of_step(self._step_timeout, self._first, self.device) if usual else self._first
+        )
 
     def _make_slot(self, token: bytes) -> Slot | None:
         try:
@@ -278,7 +298,13 @@ class RunWatch(Watch):
     _began = False
 
     def begin(
-        self, settings: StrategyConfig, address: str, launcher: Any, *, handles_sigterm: bool
+        self,
+        settings: StrategyConfig,
+        address: str,
+        launcher: Any,
+        *,
+        handles_sigterm: bool,
+        device: torch.device = CPU,
     ) -> None:
         """Start the watch and the handlers, on all ranks together.
 
@@ -288,7 +314,9 @@ class RunWatch(Watch):
             launcher: Lightning's; its observer would end everything with SIGKILL once one process is gone,
                 before a rank can name it.
             handles_sigterm: another handler is installed and continues (the Trainer's).
+            device: the device that this rank computes on.
         """
+        self.device = device
         self.start(name_of(dist.get_rank(), dist.get_world_size(), settings), address)
         if not self.is_on or self._began:
             return

@@ -353,12 +353,10 @@ def warm(rank: int, world_size: int, sizes: dict[str, int]) -> list[list[int]]:
         own(ring, torch.device("cpu"))
         called.append(dist.get_process_group_ranks(ring))
 
-    on_cpu = mesh_module.init_device_mesh
+    on_cpu = mesh_module.mesh_of_groups
     with (
         mock.patch.object(mesh_module, "warm_up", warm_up),
-        mock.patch.object(
-            mesh_module, "init_device_mesh", lambda _, *a, **k: on_cpu("cpu", *a, **k)
-        ),
+        mock.patch.object(mesh_module, "mesh_of_groups", lambda _, *a, **k: on_cpu("cpu", *a, **k)),
         mock.patch.object(torch.cuda, "current_device", return_value=0),
     ):
         ContextParallelMesh(**sizes, device_type="cuda")

@@ -1,8 +1,9 @@
 """Stand-ins for the flash-attn packages: their functions as each version declares them, on CPU.
 
-Signatures are those of versions 2.5.8, 2.6.3, 2.8.3 (torch custom operators from 2.7 on) and of version 3
-in two spellings; the semantics are the emulated ones of :mod:`tests.helpers.kernels.emulated`, and for
-version 3 its own rules for windows and for queries without keys. Gradients go into given buffers.
+Signatures are those of versions 2.5.8, 2.6.0, 2.6.3, 2.8.3 (torch custom operators from 2.7 on) and of
+version 3 in two spellings; the semantics are the emulated ones of
+:mod:`tests.helpers.kernels.emulated`, and for version 3 its own rules for windows and for queries without
+keys. Gradients go into given buffers.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ deterministic_flags: list[bool] = []
 
 @contextmanager
 def installed(version: str) -> Iterator[None]:
-    """Within it, a version of flash-attn can be imported: 2.5.8, 2.6.3, 2.8.3, 3 or 3.old."""
+    """Within it, a version of flash-attn can be imported: 2.5.8, 2.6.0, 2.6.3, 2.8.3, 3 or 3.old."""
     saved = {name: sys.modules.pop(name) for name in _NAMES if name in sys.modules}
     sys.meta_path.insert(0, _Absent())
     sys.modules.update(_MODULES[version]())
@@ -180,6 +181,27 @@ def _version_2_6() -> dict[str, ModuleType]:
     ])
 
 
+def _version_2_6_0() -> dict[str, ModuleType]:
+    """A block table that must be given."""
+    modules = _version_2_6()
+    interface = modules[INTERFACE]
+    later = interface._flash_attn_varlen_forward
+
+    def _flash_attn_varlen_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+        causal, window_size, softcap, alibi_slopes, return_softmax, block_table,
+    ):
+        assert block_table is None
+        return later(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+            causal, window_size, softcap, alibi_slopes, return_softmax,
+        )
+
+    vars(interface)["_flash_attn_varlen_forward"] = _flash_attn_varlen_forward
+    vars(modules["flash_attn"])["__version__"] = "2.6.0"
+    return modules
+
+
 def _version_2_5() -> dict[str, ModuleType]:
     """Before soft-capping."""
 
@@ -283,6 +305,7 @@ def _version_3() -> dict[str, ModuleType]:
 _MODULES: dict[str, Callable[[], dict[str, ModuleType]]] = {
     "none": dict,
     "2.5.8": _version_2_5,
+    "2.6.0": _version_2_6_0,
     "2.6.3": _version_2_6,
     "2.8.3": _version_2_8,
     "3.old": _version_3_old,

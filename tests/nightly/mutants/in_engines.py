@@ -108,7 +108,7 @@ ENGINE_MUTANTS = (
     Mutant(
         "scalars stay on their ranks",
         f"{ENGINES}/gradients.py",
-        "parameter.grad = all_sum(own, group) / group.size()",
+        "parameter.grad = all_mean(own, group)",
         "parameter.grad = own",
         (ODD,),
         "What FSDP2 ignores is trained apart by every rank.",
@@ -152,9 +152,38 @@ ENGINE_MUTANTS = (
         "The norm is too large, so gradients are clipped too much.",
     ),
     Mutant(
+        "each rank looks for infinity in its own parts",
+        f"{ENGINES}/gradients.py",
+        "        found_inf = all_max(found_inf, ranks)",
+        "        all_max(found_inf, ranks)",
+        (
+            "tests/ranks/engines/test_sixteen_mixed.py::"
+            "test_all_ranks_skip_a_step_whose_gradients_overflow_on_one[fsdp-by_trainer]",
+        ),
+        "With 16-mixed and sharded parameters some ranks step and others do not.",
+    ),
+    Mutant(
+        "gloo groups split the world's communicator",
+        "lightning_cp/comm/groups.py",
+        "    world.bound_device_id = None\n",
+        "",
+        (
+            "tests/ranks/comm/test_groups.py::test_gloo_groups_do_not_split_the_world_s_communicator",
+        ),
+        "Each start takes as many NCCL splits as there are groups; part of the ranks would wait forever.",
+    ),
+    Mutant(
+        "float16 gradients are added as they are",
+        f"{ENGINES}/ddp_options.py",
+        "divisor = prescale(bucket.buffer(), group.size())",
+        "divisor = group.size()",
+        ("tests/ranks/engines/test_float16.py::test_large_gradients_do_not_overflow[2-ddp]",),
+        "Large gradients become infinite, although their mean is not.",
+    ),
+    Mutant(
         "a bucket is added and not divided",
         f"{ENGINES}/ddp_options.py",
-        "done.value()[0].div_(size)",
+        "done.value()[0].div_(divisor)",
         "done.value()[0]",
         (TESTS + "test_options_change_nothing[per_parameter]",),
         "Gradients are as many times too large as there are ranks.",

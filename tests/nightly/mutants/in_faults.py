@@ -41,6 +41,35 @@ FAULT_MUTANTS = (
         "A rank that works for long, with the others waiting for it, is taken for stuck.",
     ),
     Mutant(
+        "the device's progress is not counted",
+        "lightning_cp/watchdog/phase.py",
+        "return self.count + (device.completed if device is not None else 0)",
+        "return self.count",
+        ("tests/unit/watchdog/test_device.py::test_hosts_may_wait_for_a_device_that_works",),
+        "A healthy step that is long on the GPU is ended.",
+    ),
+    Mutant(
+        "hosts alone are compared",
+        "lightning_cp/watchdog/messages.py",
+        "if device is not None and device.is_busy:",
+        "if device is not None and device.place.step < 0:",
+        (
+            "tests/unit/watchdog/test_device.py::test_the_device_that_stands_still_is_named",
+            "tests/unit/watchdog/test_device.py::test_a_device_that_waits_for_one_that_is_behind_is_not_named",
+        ),
+        "Of GPUs that wait for one that hangs, all are named.",
+    ),
+    Mutant(
+        "GPUs that wait are taken for those that stand still",
+        VERDICT,
+        "return 2 if device.waits else 1",
+        "return 1",
+        (
+            "tests/unit/watchdog/test_device.py::test_a_device_that_waits_in_a_collective_is_not_named",
+        ),
+        "All GPUs of a group are named where one of them hangs.",
+    ),
+    Mutant(
         "goodbyes not heard",
         VERDICT,
         "if not member.has_left and member.note is None:",

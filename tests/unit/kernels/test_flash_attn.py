@@ -5,9 +5,11 @@ What the packages then compute is for a run on a GPU.
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -23,11 +25,19 @@ from lightning_cp.kernels.varlen import PackRule
 from lightning_cp.layout.mask import Mask
 from lightning_cp.layout.tiles import ALL_ROWS, Tile
 from tests.helpers import oracle
+from tests.helpers.kernels import flash_attn_standin as standin
 from tests.helpers.kernels.cells import DOCUMENTS, HEADS, LAYOUTS, MASKS, SEQ_LEN, WINDOWS
 from tests.helpers.kernels.dense import Problem, check, in_dtype, is_wrong, run, sharded
 from tests.helpers.kernels.flash_attn_standin import deterministic_flags, installed
 
-KERNELS = {"2.6.3": FlashAttn2, "2.8.3": FlashAttn2, "3.old": FlashAttn3, "3": FlashAttn3}
+KERNELS = {
+    **dict.fromkeys(("2.6.0", "2.6.3", "2.8.3"), FlashAttn2),
+    **dict.fromkeys(("3.old", "3"), FlashAttn3),
+}
+SIGNATURES: dict[str, dict[str, dict[str, str]]] = json.loads(
+    (Path(standin.__file__).parent / "flash_attn_signatures.json").read_text()
+)
+"""Arguments of the packages' functions, by the first version that has them."""
 ALWAYS = PackRule(fewest=1)
 BF16 = Request("cuda", torch.bfloat16, 64, frozenset({"full", "causal"}))
 WINDOW = frozenset({"full", "causal", "band"})
@@ -116,6 +126,7 @@ def test_red_when_the_window_is_lost(version: str, monkeypatch: pytest.MonkeyPat
         ("none", "auto", BF16, "aten_cuda_flash"),
         ("2.8.3", "auto", BF16, "aten_cuda_flash"),
         ("2.8.3", "flash_attn", BF16, "flash_attn_2"),
+        ("2.6.0", "flash_attn", BF16, "flash_attn_2"),
         ("2.6.3", "flash_attn_2", replace(BF16, masks=WINDOW), "flash_attn_2"),
         ("2.8.3", "auto", replace(BF16, needs=frozenset({"softcap"})), "flash_attn_2"),
         ("3", "auto", BF16, "flash_attn_3"),
@@ -207,3 +218,50 @@ def test_a_function_that_demands_what_nobody_knows() -> None:
         LibraryFunction(later, ("q",))
     with pytest.raises(TypeError, match="has no argument k, v"):
         LibraryFunction(later, ("q", "k", "v", "moon_phase"))
+
+
+@pytest.mark.parametrize(
+    ("package", "version"),
+    [(package, version) for package in SIGNATURES for version in SIGNATURES[package]],
+)
+def test_every_recorded_signature_is_called_by_its_names(
+    package: str, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each wanted argument arrives under its name, and those that a version demands besides are neutral."""
+    called: list[dict[str, object]] = []
+
+    class Recorded(LibraryFunction):
+        def __init__(self, function: Any, wanted: Iterable[str]) -> None:
+            self.wanted = set(wanted)
+            super().__init__(function, self.wanted)
+
+    module = ModuleType(package)
+    for name, arguments in SIGNATURES[package][version].items():
+        space: dict[str, Any] = {"called": called}
+        exec(f"def {name}({arguments.replace(' ', ', ')}):\n    called.append(locals())", space)
+        setattr(module, name, space[name])
+    monkeypatch.setattr(flash_attn, "LibraryFunction", Recorded)
+    monkeypatch.setattr(flash_attn, "_import", lambda *_: module)
+    load = getattr(flash_attn, f"load_{package}").__wrapped__
+    library = load()
+    assert not isinstance(library, str), library
+    window = {"window_size_left": 5, "window_size_right": 7}
+    for function in (
+        library.forward_packed,
+        library.backward_packed,
+        library.forward,
+        library.backward,
+    ):
+        assert isinstance(function, Recorded)
+        wanted = dict.fromkeys(function.wanted - set(window), "given")
+        function(**wanted, **window)
+        got = {flash_attn.ARGUMENT_ALIASES.get(name, name): x for name, x in called.pop().items()}
+        sides = got.pop("window_size", None) or (
+            got.pop("window_size_left"),
+            got.pop("window_size_right"),
+        )
+        assert sides == (5, 7)
+        assert {name for name, x in got.items() if isinstance(x, str)} == set(wanted)
+        besides = {name: x for name, x in got.items() if name not in wanted}
+        defaults = {"softcap": 0.0, "rotary_interleaved": True, "num_splits": 1}
+        assert all(not x or defaults.get(name) == x for name, x in besides.items()), besides

@@ -36,6 +36,7 @@ def _triton_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("auto", CUDA, "aten_cuda_flash"),
         ("auto", replace(CUDA, masks=WINDOW), "aten_cuda_flash"),
         ("aten_cuda_cudnn", CUDA, "aten_cuda_cudnn"),
+        ("aten", replace(CUDA, packed=True), "aten_cuda_flash"),
         ("auto", replace(CUDA, dtype=torch.float32), "triton"),
         ("auto", replace(CUDA, needs=frozenset({"softcap", "alibi", "max_logits"})), "triton"),
         ("auto", replace(CUDA, head_dim=48, dtype=torch.float32), "triton"),
@@ -74,6 +75,12 @@ def test_chosen(name: str, request_: Request, chosen: str) -> None:
         ("aten_cuda_flash", replace(CUDA, head_dim=20), "takes head dims divisible by 8, not 20"),
         ("aten_cpu_flash", replace(CPU, masks=WINDOW), "aten_cpu_flash has no band mask"),
         ("aten_cuda_cudnn", replace(CUDA, masks=WINDOW), "aten_cuda_cudnn has no band mask"),
+        (
+            "aten_cuda_cudnn",
+            replace(CUDA, packed=True),
+            "full, packed.*aten_cuda_cudnn is not for packed documents and padded rows: PyTorch makes a "
+            "cuDNN plan for each length.*Others can: kernel='auto', or aten_cuda_flash",
+        ),
         ("aten", replace(CPU, needs=frozenset({"softcap"})), "aten_cpu_flash has no softcap"),
         ("reference", replace(CPU, dtype=torch.int64), "not torch.int64"),
     ],

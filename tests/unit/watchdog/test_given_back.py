@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_cp import error_display as console
 from lightning_cp import fabric
@@ -103,6 +104,7 @@ def test_stages_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "check_same_start", lambda *_: None)
     strategy: Any = fabric.UlyssesRingStrategy()
     strategy.cluster_environment = _Environment()
+    strategy.parallel_devices = [torch.device("cpu")]
     strategy._launcher = None
     monkeypatch.setattr(strategy.runtime.watch, "begin", lambda *_, **__: None)
     monkeypatch.setattr(console, "_place", None)
@@ -118,6 +120,9 @@ class _Environment:
     main_address = "127.0.0.1"
 
     def global_rank(self) -> int:
+        return 0
+
+    def local_rank(self) -> int:
         return 0
 
     def world_size(self) -> int:
