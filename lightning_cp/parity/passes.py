@@ -70,7 +70,9 @@ class Recording:
                 return
             self.events.clear()
         kept = source = None
-        if isinstance(tensor, torch.Tensor) and not _is_of_rows(tensor):  # on the host: there may be many
+        if isinstance(tensor, torch.Tensor) and not _is_of_rows(
+            tensor
+        ):  # on the host: there may be many
             kept = tensor.detach().to("cpu", copy=True)
             source = tensor if tensor.requires_grad and kind == "output" else None
         trains = source is not None

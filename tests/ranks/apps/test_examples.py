@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,24 @@ def test_a_plain_model_has_the_losses_of_one_process(tmp_path: Path) -> None:
     found = [float(loss) for loss in re.findall(r"^step .* loss (\S+)", first.output, re.MULTILINE)]
     assert found == pytest.approx(losses_of_plain(), abs=1e-5)
     assert "parity: one process and context parallel agree" in first.output
+
+
+LOSSES = ["classification", "diffusion", "distillation", "dpo", "grpo", "reward"]
+
+
+@pytest.mark.quick("grpo")
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_prints_the_numbers_of_one_process(name: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": installed_path(tmp_path), "OMP_NUM_THREADS": "1"}
+    lines: list[list[str]] = []
+    for devices in ("1", "2"):
+        program = [sys.executable, str(EXAMPLES / f"{name}.py"), "--devices", devices]
+        done = subprocess.run(
+            program, env=environment, capture_output=True, text=True, timeout=120, check=True
+        )
+        lines.append(re.findall(r"^step .* loss .*$", done.stdout, re.MULTILINE))
+    assert len(lines[0]) >= 4
+    assert lines[0] == lines[1]
 
 
 def losses_of_plain() -> list[float]:
