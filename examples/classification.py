@@ -41,7 +41,7 @@ class Classifier(L.LightningModule):
             intermediate_size=128,
             num_hidden_layers=2,
             num_attention_heads=4,
-            num_labels=3,
+            id2label={0: "good", 1: "bad", 2: "neither"},
             pad_token_id=0,
         )
         self.model = LlamaForSequenceClassification(config)
@@ -76,4 +76,4 @@ if __name__ == "__main__":
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Classifier(), DataLoader(texts(), batch_size=None))
+    trainer.fit(Classifier(), DataLoader(texts(), batch_size=None))  # type: ignore[arg-type]

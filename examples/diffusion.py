@@ -81,4 +81,4 @@ if __name__ == "__main__":
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Denoiser(), DataLoader(latents(), batch_size=None))
+    trainer.fit(Denoiser(), DataLoader(latents(), batch_size=None))  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 """Distillation: a student learns the probabilities of a larger teacher, at the tokens that a mask chooses.
 
 Run ``python examples/distillation.py``; ``--devices 1`` is one process, and prints the same losses. Student
-and teacher see the same part of the row. What is new is ``self.count_targets``: it says which tokens the mean is
-over, as there are no labels.
+and teacher see the same part of the row. What is new is ``self.count_targets``: it says which tokens the
+mean is over, as there are no labels.
 """
 
 import argparse
@@ -32,9 +32,14 @@ def rows() -> list[dict[str, torch.Tensor]]:
 
 def llama(width: int) -> LlamaForCausalLM:
     """Make a small Llama."""
-    sizes = {"vocab_size": 128, "hidden_size": width, "intermediate_size": 2 * width}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False))
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    return LlamaForCausalLM(config)
 
 
 class Distillation(ContextParallelMixin, L.LightningModule):
@@ -81,4 +86,4 @@ if __name__ == "__main__":
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Distillation(), DataLoader(rows(), batch_size=None))
+    trainer.fit(Distillation(), DataLoader(rows(), batch_size=None))  # type: ignore[arg-type]

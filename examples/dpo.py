@@ -39,8 +39,13 @@ class DPO(ContextParallelMixin, L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128}
-        config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, use_cache=False)
+        config = LlamaConfig(
+            vocab_size=128,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+        )
         self.policy = LlamaForCausalLM(config)
         self.reference = copy.deepcopy(self.policy).eval().requires_grad_(False)
 
@@ -83,4 +88,4 @@ if __name__ == "__main__":
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(DPO(), DataLoader(pairs(), batch_size=None))
+    trainer.fit(DPO(), DataLoader(pairs(), batch_size=None))  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ the group's rows on all data ranks.
 import argparse
 import copy
 import warnings
+from typing import Any
 
 import lightning as L
 import torch
@@ -44,8 +45,8 @@ class GRPO(ContextParallelMixin, L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128}
-        config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, use_cache=False)
+        sizes: dict[str, Any] = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128}
+        config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)
         self.policy = LlamaForCausalLM(config)
         self.reference = copy.deepcopy(self.policy).eval().requires_grad_(False)
 
@@ -59,6 +60,7 @@ class GRPO(ContextParallelMixin, L.LightningModule):
             old, reference = self.logps(self.policy, batch), self.logps(self.reference, batch)
         group = self.gather_data(batch["rewards"])
         advantages = ((batch["rewards"] - group.mean()) / (group.std() + 1e-4))[:, None]
+        optimizer: Any = self.optimizers()
         for _ in range(2):
             logps = self.logps(self.policy, batch)
             ratio = (logps - old).exp()
@@ -66,8 +68,8 @@ class GRPO(ContextParallelMixin, L.LightningModule):
             kl = (reference - logps).exp() - (reference - logps) - 1
             loss = self.sequence_mean(BETA * kl - gain, batch["answer"]).mean()
             self.manual_backward(loss)
-            self.optimizers().step()
-            self.optimizers().zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
             self.log("loss", loss)
 
     def on_train_batch_end(self, outputs: object, batch: object, batch_idx: int) -> None:
@@ -95,4 +97,4 @@ if __name__ == "__main__":
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(GRPO(), DataLoader(groups(), batch_size=None))
+    trainer.fit(GRPO(), DataLoader(groups(), batch_size=None))  # type: ignore[arg-type]

@@ -36,8 +36,13 @@ class Reward(ContextParallelMixin, L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128}
-        config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, use_cache=False)
+        config = LlamaConfig(
+            vocab_size=128,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+        )
         self.model = LlamaModel(config)
         self.head = torch.nn.Linear(64, 1)
 
@@ -73,4 +78,4 @@ if __name__ == "__main__":
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Reward(), DataLoader(pairs(), batch_size=None))
+    trainer.fit(Reward(), DataLoader(pairs(), batch_size=None))  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, cast
 
 import numpy as np
 import torch
@@ -41,9 +41,10 @@ class PartialSums:
 
         One all-reduce of the size of ``own``, and one in backward.
         """
-        several = group is not None and group.size() > 1
-        whole = _SumOverRanks.apply(self.own, group) if several else self.own
-        result = self.finish(whole)  # type: ignore[arg-type]
+        whole = self.own
+        if group is not None and group.size() > 1:
+            whole = cast("torch.Tensor", _SumOverRanks.apply(whole, group))  # pyright: ignore[reportUnknownMemberType]
+        result = self.finish(whole)
         note_origin(result, Origin.SEQUENCE)
         return result
 
@@ -108,8 +109,8 @@ class SequenceTokens:
                 (before[positions] - before[spans[at, 0]])[inside] if len(spans) else 0
             )
             lengths += (before[spans[:, 1]] - before[spans[:, 0]]).tolist()
-        tensors = (torch.from_numpy(x).to(device) for x in (owner, place))
-        return cls(*tensors, tuple(lengths), is_packed)
+        own, places = (torch.as_tensor(x, device=device) for x in (owner, place))
+        return cls(own, places, tuple(lengths), is_packed)
 
     @classmethod
     def whole(cls, rows: int, tokens: int, device: torch.device | str = "cpu") -> SequenceTokens:
