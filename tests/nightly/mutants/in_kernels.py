@@ -70,6 +70,14 @@ KERNEL_MUTANTS = (
         "Fresh memory often holds zeros, so that it seldom shows.",
     ),
     Mutant(
+        "tokens beside a first part keep what memory held",
+        "lightning_cp/kernels/merge.py",
+        "own[:, end:].zero_()",
+        "own[:, end + 1 :].zero_()",
+        ("tests/unit/kernels/test_sums.py::test_a_first_part_is_written_and_the_rest_is_zero",),
+        "Fresh memory often holds zeros, so that it seldom shows.",
+    ),
+    Mutant(
         "sums in the dtype of the inputs",
         "lightning_cp/kernels/protocol.py",
         "return torch.float64 if dtype == torch.float64 else torch.float32",
