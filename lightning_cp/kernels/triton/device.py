@@ -222,14 +222,19 @@ def weigh(
 
 
 @triton.jit
-def load_lse(lse, row, head, first, count, BLOCK: tl.constexpr):
-    """Load lse in units of log2; +inf for a query without keys, which gives weights exp(s - inf) = 0."""
-    x = tl.load(
-        numbers(lse, row, head, first, BLOCK),
-        mask=tl.arange(0, BLOCK) < count,
-        other=float("inf"),
-    )
-    return tl.where(x == float("-inf"), float("inf"), x) * 1.4426950408889634
+def load_numbers(x, row, head, first, count, other, IS_CUT: tl.constexpr, BLOCK: tl.constexpr):
+    """Load one number per token of a block; ``other`` beyond the first ``count`` tokens if it is cut."""
+    if IS_CUT:
+        mask = tl.arange(0, BLOCK) < count
+        return tl.load(numbers(x, row, head, first, BLOCK), mask=mask, other=other)
+    else:
+        return tl.load(numbers(x, row, head, first, BLOCK))
+
+
+@triton.jit
+def to_log2(lse):
+    """Return lse in units of log2; +inf for a query without keys, which gives weights exp(s - inf) = 0."""
+    return tl.where(lse == float("-inf"), float("inf"), lse) * 1.4426950408889634
 
 
 @triton.jit
@@ -293,7 +298,7 @@ def backward_queries(
     tl.store(
         numbers(delta, row, head, first, BLOCK_Q), own_delta, mask=tl.arange(0, BLOCK_Q) < count
     )
-    own_lse = load_lse(lse, row, head, first, count, BLOCK_Q)
+    own_lse = to_log2(load_numbers(lse, row, head, first, count, float("inf"), True, BLOCK_Q))
     slope = 0.0
     if HAS_SLOPES:
         slope = tl.load(slopes.at + row * slopes.batch + head * slopes.head) * 1.4426950408889634
@@ -332,10 +337,9 @@ def differentiate_keys(
             else:
                 queries = load_block(q_at, count, BLOCK_Q, D, BLOCK_D)
                 dresult = load_block(dout_at, count, BLOCK_Q, DV, BLOCK_DV)
-            own_lse = load_lse(lse, row, head, at, count, BLOCK_Q)
-            own_delta = tl.load(
-                numbers(delta, row, head, at, BLOCK_Q), tl.arange(0, BLOCK_Q) < count, 0.0
-            )
+            own_lse = load_numbers(lse, row, head, at, count, float("inf"), part != 1, BLOCK_Q)
+            own_lse = to_log2(own_lse)
+            own_delta = load_numbers(delta, row, head, at, count, 0.0, part != 1, BLOCK_Q)
             products = tl.dot(k, tl.trans(queries), input_precision="ieee")
             ahead = index[:, None] - (at + tl.arange(0, BLOCK_Q))[None, :]
             seen = (ahead >= low) & (ahead <= high)
