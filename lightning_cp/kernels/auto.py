@@ -57,7 +57,7 @@ class Tiles(NamedTuple):
     tokens: int
 
 
-class Machine(NamedTuple):
+class Platform(NamedTuple):
     """The state of this process that the order depends on.
 
     Attributes:
@@ -73,7 +73,7 @@ class Machine(NamedTuple):
     hardware: str | None = None
 
     @classmethod
-    def current(cls) -> Machine:
+    def current(cls) -> Platform:
         """Return the state of this process."""
         return cls(
             compute_capability(),
@@ -108,57 +108,57 @@ def tiles_of(layout: SequenceLayout) -> Tiles:
     return Tiles(packed, 1 << queries.bit_length() - 1)
 
 
-def auto_order(request: Request, tiles: Tiles | None, machine: Machine) -> Order:
+def auto_order(request: Request, tiles: Tiles | None, platform: Platform) -> Order:
     """Return the order of kernels for a request.
 
     Args:
         request: the requirements of the call.
         tiles: its tiles; ``None``: unknown.
-        machine: this process.
+        platform: this process.
 
     Raises:
         ConfigError: the measurements cannot be read.
     """
-    if request.device_type != "cuda" or machine.capability is None:
+    if request.device_type != "cuda" or platform.capability is None:
         return Order(DEFAULT)
-    order = _measured_order(request, tiles, machine) or _table_order(tiles, machine)
-    return order._replace(reason=order.reason + _hint(machine))
+    order = _measured_order(request, tiles, platform) or _table_order(tiles, platform)
+    return order._replace(reason=order.reason + _hint(platform))
 
 
-def _table_order(tiles: Tiles | None, machine: Machine) -> Order:
+def _table_order(tiles: Tiles | None, platform: Platform) -> Order:
     """Return the built-in order."""
-    assert machine.capability is not None
-    gpu = "compute capability {}.{}".format(*machine.capability)
-    if machine.flash is not None:
-        first = f"PyTorch's FlashAttention is {machine.flash}, which was activated"
+    assert platform.capability is not None
+    gpu = "compute capability {}.{}".format(*platform.capability)
+    if platform.flash is not None:
+        first = f"PyTorch's FlashAttention is {platform.flash}, which was activated"
         return Order(_first("aten_cuda_flash", DEFAULT), first)
     if tiles is None or tiles.packed or tiles.tokens < LONG:
         kind = "tiles of unknown length" if tiles is None else "packed rows" if tiles.packed else ""
         return Order(DEFAULT, f"the order for {gpu}, {kind or 'short tiles'}")
-    if machine.deterministic:
+    if platform.deterministic:
         return Order(DEFAULT, f"the order for {gpu}, deterministic algorithms, which cuDNN lacks")
     return Order(
-        LONG_TILES.get(machine.capability[0], DEFAULT), f"the order for {gpu}, few long tiles"
+        LONG_TILES.get(platform.capability[0], DEFAULT), f"the order for {gpu}, few long tiles"
     )
 
 
-def _measured_order(request: Request, tiles: Tiles | None, machine: Machine) -> Order | None:
+def _measured_order(request: Request, tiles: Tiles | None, platform: Platform) -> Order | None:
     """Return the order with the fastest measured kernel first; ``None`` if that is not known."""
-    if machine.hardware is None or tiles is None:
+    if platform.hardware is None or tiles is None:
         return None
-    device, crossovers = load_crossovers(machine.hardware)
+    device, crossovers = load_crossovers(platform.hardware)
     if device != torch.cuda.get_device_name():
         return None
     mask = _mask(request, tiles)
     dtype = str(request.dtype).removeprefix("torch.")
     kind = [c for c in crossovers if c[:3] == (dtype, request.head_dim, mask)]
-    usable = [c for c in kind if not (machine.deterministic and c.kernel == "aten_cuda_cudnn")]
+    usable = [c for c in kind if not (platform.deterministic and c.kernel == "aten_cuda_cudnn")]
     if not usable:
         return None
     below = [c for c in usable if c.tokens <= tiles.tokens]
     found = max(below, key=lambda c: c.tokens) if below else min(usable, key=lambda c: c.tokens)
     what = f"{dtype}, head dim {request.head_dim}, {mask}, {found.tokens:,} tokens"
-    return Order(_first(found.kernel, DEFAULT), f"the fastest in {machine.hardware} for {what}")
+    return Order(_first(found.kernel, DEFAULT), f"the fastest in {platform.hardware} for {what}")
 
 
 def _mask(request: Request, tiles: Tiles) -> str:
@@ -174,10 +174,10 @@ def _first(name: str, names: tuple[str, ...]) -> tuple[str, ...]:
     return name, *(other for other in names if other != name)
 
 
-def _hint(machine: Machine) -> str:
+def _hint(platform: Platform) -> str:
     """Return how to get FlashAttention-4, where it is installed for this GPU and not in use."""
-    assert machine.capability is not None
-    if machine.capability[0] != 10 or machine.flash is not None:
+    assert platform.capability is not None
+    if platform.capability[0] != 10 or platform.flash is not None:
         return ""
     if not has_package_part("flash_attn", "cute"):
         return ""

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.aten import AtenCpuFlash, AtenCudaCudnn, AtenCudaFlash
-from lightning_cp.kernels.auto import Machine, Order, Tiles, auto_order
+from lightning_cp.kernels.auto import Order, Platform, Tiles, auto_order
 from lightning_cp.kernels.flash_attn import FlashAttn2, FlashAttn3
 from lightning_cp.kernels.protocol import QKV as QKV
 from lightning_cp.kernels.protocol import Capabilities as Capabilities
@@ -43,7 +43,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 
 
 def select_kernel(
-    name: str, request: Request, tiles: Tiles | None = None, machine: Machine | None = None
+    name: str, request: Request, tiles: Tiles | None = None, platform: Platform | None = None
 ) -> Kernel:
     """Return the first kernel of ``name`` whose capabilities cover the request.
 
@@ -52,14 +52,14 @@ def select_kernel(
             that name, or ``auto`` for any.
         request: the requirements of the call.
         tiles: the call's tiles, on which the order of ``auto`` depends.
-        machine: this process; by default as it is.
+        platform: this process; by default as it is.
 
     Raises:
         ConfigError: an unknown name, or no kernel covers the request; gives the reason for each.
     """
     every = kernels()
     refusals: list[str] = []
-    for candidate in _candidates(name, every, request, tiles, machine).names:
+    for candidate in _candidates(name, every, request, tiles, platform).names:
         reason = _refusal(name, every[candidate], request)
         if reason is None:
             return every[candidate]
@@ -90,7 +90,7 @@ def has_feature(name: str, feature: str) -> bool:
 
 
 def explain_kernels(
-    name: str, request: Request, tiles: Tiles | None = None, machine: Machine | None = None
+    name: str, request: Request, tiles: Tiles | None = None, platform: Platform | None = None
 ) -> str:
     """Explain the choice of :func:`select_kernel` for a request: one line per kernel, in order.
 
@@ -98,7 +98,7 @@ def explain_kernels(
         ConfigError: an unknown name.
     """
     every = kernels()
-    candidates, why = _candidates(name, every, request, tiles, machine)
+    candidates, why = _candidates(name, every, request, tiles, platform)
     listed = (*candidates, *(each for each in every if each not in candidates))
     reasons = {each: _refusal(name, every[each], request) for each in listed}
     chosen = next((each for each in candidates if reasons[each] is None), None)
@@ -119,13 +119,13 @@ def _candidates(
     every: Mapping[str, Kernel],
     request: Request,
     tiles: Tiles | None,
-    machine: Machine | None,
+    platform: Platform | None,
 ) -> Order:
     """Return the kernels of a name, in order."""
     _check_name(name, every)
     if name != "auto":
         return Order(ALIASES.get(name, (name,)))
-    return auto_order(request, tiles, machine or Machine.current())
+    return auto_order(request, tiles, platform or Platform.current())
 
 
 def _check_name(name: str, every: Mapping[str, Kernel]) -> None:

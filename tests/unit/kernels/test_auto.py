@@ -11,7 +11,7 @@ import torch
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels import auto, devices
-from lightning_cp.kernels.auto import Machine, Tiles, load_crossovers, tiles_of
+from lightning_cp.kernels.auto import Platform, Tiles, load_crossovers, tiles_of
 from lightning_cp.kernels.protocol import Request
 from lightning_cp.kernels.select import explain_kernels, select_kernel
 from lightning_cp.kernels.triton import launch
@@ -82,9 +82,9 @@ def test_chosen_by_gpu_and_tiles(
 def test_cudnn_is_not_preferred_where_results_must_repeat(gpu: Callable[[int, int], None]) -> None:
     """Its backward adds up in any order."""
     gpu(9, 0)
-    machine = Machine.current()
-    assert select_kernel("auto", CAUSAL, LONG, machine).name == "aten_cuda_cudnn"
-    strict = machine._replace(deterministic=True)
+    platform = Platform.current()
+    assert select_kernel("auto", CAUSAL, LONG, platform).name == "aten_cuda_cudnn"
+    strict = platform._replace(deterministic=True)
     assert select_kernel("auto", CAUSAL, LONG, strict).name == "aten_cuda_flash"
     text = explain_kernels("auto", CAUSAL, LONG, strict)
     assert "aten_cuda_flash: chosen: the order for compute capability 9.0, deterministic " in text
@@ -93,10 +93,10 @@ def test_cudnn_is_not_preferred_where_results_must_repeat(gpu: Callable[[int, in
 def test_deterministic_algorithms_are_noticed() -> None:
     torch.use_deterministic_algorithms(True)
     try:
-        assert Machine.current().deterministic
+        assert Platform.current().deterministic
     finally:
         torch.use_deterministic_algorithms(False)
-    assert not Machine.current().deterministic
+    assert not Platform.current().deterministic
 
 
 def test_an_activated_implementation_comes_first(
