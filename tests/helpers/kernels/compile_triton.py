@@ -3,8 +3,8 @@
     python -m tests.helpers.kernels.compile_triton 80 float16 64 64
 
 for compute capability 8.0, with head dims of q and k, and of v. Each line is JSON: kernel, registers of a
-thread, spilled stores and loads (of 4 bytes, by a thread), bytes of shared memory, columns of Blackwell's tensor
-memory, warps, and instructions of tensor cores in PTX by kind.
+thread, spilled stores and loads (of 4 bytes, by a thread), bytes of shared memory, columns of Blackwell's
+tensor memory, warps, and instructions of tensor cores in PTX by kind.
 
 | argument | effect |
 |---|---|
