@@ -102,12 +102,13 @@ def resources(name: str, kernel: Any, report: str) -> Resources:
     assert registers is not None
     products = {"wgmma": r"wgmma\.mma_async", "tcgen05": r"tcgen05\.mma", "mma": r"mma\.sync"}
     return Resources(
-        name,
-        int(registers[1]),
-        *(int(size) // 4 for size in spills.groups()),
-        kernel.metadata.shared,
-        kernel.metadata.tmem_size or 0,
-        kernel.metadata.num_warps,
+        kernel=name,
+        registers=int(registers[1]),
+        stores=int(spills[1]) // 4,
+        loads=int(spills[2]) // 4,
+        shared=kernel.metadata.shared,
+        tensor_memory=kernel.metadata.tmem_size or 0,
+        warps=kernel.metadata.num_warps,
         **{kind: len(re.findall(text, kernel.asm["ptx"])) for kind, text in products.items()},
     )
 
@@ -145,5 +146,6 @@ def main(
 
 if __name__ == "__main__":
     chosen = dict(argument.split("=", 1) for argument in sys.argv[5:])
-    main(int(sys.argv[1]), getattr(torch, sys.argv[2]), *map(int, sys.argv[3:5]), chosen)
+    wide, of_values = map(int, sys.argv[3:5])
+    main(int(sys.argv[1]), getattr(torch, sys.argv[2]), wide, of_values, chosen)
     print("compiled with triton", triton.__version__, file=sys.stderr)

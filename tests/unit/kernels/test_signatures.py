@@ -197,7 +197,7 @@ def test_flash_attention_4_through_pytorch(
 
 @pytest.mark.parametrize("functions", versions("ring_flash_attn"))
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
-def test_ring_flash_attn(kind: str, functions: Functions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ring_flash_attn(kind: Any, functions: Functions, monkeypatch: pytest.MonkeyPatch) -> None:
     made = {name: Recorded(name, text) for name, text in functions.items()}
     both = SimpleNamespace(**made)
     monkeypatch.setattr(support, "_modules", lambda: (both, both))
