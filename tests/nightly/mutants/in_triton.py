@@ -53,8 +53,8 @@ TRITON_MUTANTS = (
     Mutant(
         "Triton: cap left out of forward",
         DEVICE,
-        "scores = tanh(scores) * outer",
-        "scores = scores * outer",
+        "scores = tanh(scores * inner) * outer",
+        "scores = scores * inner * outer",
         (triton("cap[packed-cpu]"),),
         "Gemma 2 without its cap; nothing fails until scores grow.",
     ),
