@@ -126,7 +126,8 @@ def make_plan(
     if exchange.name == "ring_flash_attn":
         theirs = delegate(q_BLHD, v_BLKD, layout, spec, kernel, max_logits=max_logits)
         kernel = "auto"  # not called
-    chosen = _select(kernel, request, tiles_of(layout), Platform.current())
+    platform = Platform.of_calls_on(request.device_type)
+    chosen = _select(kernel, request, tiles_of(layout), platform)
     sinks, negative = spec.sinks, scale < 0
     return AttentionPlan(*(mesh, heads, whole, scores, chosen, exchange), sinks, negative, theirs)
 

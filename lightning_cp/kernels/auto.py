@@ -73,8 +73,10 @@ class Platform(NamedTuple):
     hardware: str | None = None
 
     @classmethod
-    def current(cls) -> Platform:
-        """Return the state of this process."""
+    def of_calls_on(cls, device_type: str) -> Platform:
+        """Return the state of this process for calls on a device; does not touch GPUs unless they are on one."""
+        if device_type != "cuda":
+            return cls()
         return cls(
             compute_capability(),
             flash_implementation(),

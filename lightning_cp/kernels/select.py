@@ -125,7 +125,7 @@ def _candidates(
     _check_name(name, every)
     if name != "auto":
         return Order(ALIASES.get(name, (name,)))
-    return auto_order(request, tiles, platform or Platform.current())
+    return auto_order(request, tiles, platform or Platform.of_calls_on(request.device_type))
 
 
 def _check_name(name: str, every: Mapping[str, Kernel]) -> None:

@@ -1,4 +1,4 @@
-"""Our Triton kernels with every score feature pass Triton's compiler, without a GPU, and fit each kind of it."""
+"""Our Triton kernels with every score feature pass Triton's compiler, without a GPU, and fit each kind."""
 
 from __future__ import annotations
 

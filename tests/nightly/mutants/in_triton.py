@@ -127,7 +127,7 @@ TRITON_MUTANTS = (
         HOST,
         "adds = not (tiled.is_gapless and all(one.is_empty for one in sums))",
         "adds = not tiled.is_gapless",
-        (triton("gradients_are_added[cpu]", "_tile_lists"),),
+        (triton("head_dims[cpu-float32-32-32]"),),
         "The gradients of all hops but the last are lost.",
     ),
     Mutant(

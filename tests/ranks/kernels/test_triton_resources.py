@@ -1,6 +1,6 @@
 """Spills, tensor cores and memory of our Triton kernels on three kinds of GPU, without one.
 
-The bounds in ``triton_bounds.json`` are what the table of block sizes was chosen for; they fall, and do not rise.
+The bounds in ``triton_bounds.json`` are what the table of block sizes was chosen for: they may only fall.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def test_chosen_by_gpu_and_tiles(
 def test_cudnn_is_not_preferred_where_results_must_repeat(gpu: Callable[[int, int], None]) -> None:
     """Its backward adds up in any order."""
     gpu(9, 0)
-    platform = Platform.current()
+    platform = Platform.of_calls_on("cuda")
     assert select_kernel("auto", CAUSAL, LONG, platform).name == "aten_cuda_cudnn"
     strict = platform._replace(deterministic=True)
     assert select_kernel("auto", CAUSAL, LONG, strict).name == "aten_cuda_flash"
@@ -93,10 +93,17 @@ def test_cudnn_is_not_preferred_where_results_must_repeat(gpu: Callable[[int, in
 def test_deterministic_algorithms_are_noticed() -> None:
     torch.use_deterministic_algorithms(True)
     try:
-        assert Platform.current().deterministic
+        assert Platform.of_calls_on("cuda").deterministic
     finally:
         torch.use_deterministic_algorithms(False)
-    assert not Platform.current().deterministic
+    assert not Platform.of_calls_on("cuda").deterministic
+
+
+def test_calls_on_cpu_leave_the_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its context would take memory, and fail in a process that was forked."""
+    monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", pytest.fail)
+    assert select_kernel("auto", replace(CAUSAL, device_type="cpu"), LONG).name == "aten_cpu_flash"
 
 
 def test_an_activated_implementation_comes_first(
