@@ -74,7 +74,7 @@ class Platform(NamedTuple):
 
     @classmethod
     def of_calls_on(cls, device_type: str) -> Platform:
-        """Return the state of this process for calls on a device; does not touch GPUs unless they are on one."""
+        """Return the state for calls on a device; asks no GPU for calls on CPU."""
         if device_type != "cuda":
             return cls()
         return cls(
