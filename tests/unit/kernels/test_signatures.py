@@ -45,7 +45,11 @@ def versions(
     cells = []
     for entry in RECORDED[package]["signatures"]:
         first = entry["versions"][0]
-        marks = [pytest.mark.xfail(reason="is refused as yet")] if first in to_come else []
+        marks = (
+            [pytest.mark.xfail(reason="is refused as yet", strict=False)]
+            if first in to_come
+            else []
+        )
         cells.append(pytest.param(entry["functions"], id=first, marks=marks))
     return cells
 
