@@ -14,6 +14,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
+if not torch.cuda.is_available():
+    # Before triton is imported, here and in the ranks; Lightning imports it.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from tests.helpers import pool
 from tests.helpers.suites import mark_others_nightly
 
@@ -27,8 +31,6 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported, here and in the ranks
 # Nothing that depends on how busy the machine is: no deadline, no check of the generating speed.
 settings.register_profile(
     "suite", max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow]

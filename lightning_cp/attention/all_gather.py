@@ -50,13 +50,15 @@ def _attend(
 ) -> AttentionResult:
     """Compute attention of a block of heads over all keys in sequence order."""
     scores, key_dim = plan.scores.of_heads(*block.q), q_BLHD.shape[3]
-    state = Accumulator(q_BLHD, accumulate_dtype(q_BLHD.dtype), kv_SBKD.shape[3] - key_dim)
-    for index, call in enumerate(plan.gathered.calls(plan.exchange.forward)):
+    sinks = None if plan.own_sinks is None else plan.own_sinks[slice(*block.q)]
+    dtype, value_dim = accumulate_dtype(q_BLHD.dtype), kv_SBKD.shape[3] - key_dim
+    calls = plan.gathered.calls(plan.exchange.forward)
+    state = Accumulator(q_BLHD, dtype, value_dim, single=sinks is None and len(calls) == 1)
+    for index, call in enumerate(calls):
         k, v = kernel_keys(Keys((take_ranges(kv_SBKD, call.slices),), key_dim), block.kv_of_q)
         state.widen()
         with profile_range("chunk {} compute", index):
             plan.kernel.forward(QKV(q_BLHD, k, v), call.tiles, scores, state)
-    sinks = None if plan.own_sinks is None else plan.own_sinks[slice(*block.q)]
     return finish_attention(state, q_BLHD.dtype, sinks, max_logits=scores.max_logits)
 
 

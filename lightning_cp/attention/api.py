@@ -20,6 +20,7 @@ from lightning_cp.attention.plan import (
 from lightning_cp.attention.ring_flash_attn_support import DELEGATED_KERNELS, delegate
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.comm.consensus import check_equal, fingerprint
+from lightning_cp.kernels.auto import tiles_of
 from lightning_cp.kernels.select import explain_kernels
 from lightning_cp.layout import HeadSplit, SequenceLayout
 from lightning_cp.layout.axes import Flat
@@ -179,7 +180,7 @@ def explain(
         delegate(q_BLHD, v_BLKD, layout, spec, kernel, max_logits=return_max_logits)
         return DELEGATED_KERNELS
     request = make_request(q_BLHD, v_BLKD, layout, spec, max_logits=return_max_logits)
-    return explain_kernels(kernel, request)
+    return explain_kernels(kernel, request, tiles_of(layout))
 
 
 def _agree_on_call(

@@ -12,6 +12,7 @@ from lightning_cp.attention.sinks import check_sinks
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.comm.all_to_all import HeadRanges
 from lightning_cp.errors import ConfigError, ShapeError
+from lightning_cp.kernels.auto import Platform, Tiles, tiles_of
 from lightning_cp.kernels.protocol import Kernel, Request, Scores
 from lightning_cp.kernels.select import select_kernel
 from lightning_cp.layout import (
@@ -125,7 +126,8 @@ def make_plan(
     if exchange.name == "ring_flash_attn":
         theirs = delegate(q_BLHD, v_BLKD, layout, spec, kernel, max_logits=max_logits)
         kernel = "auto"  # not called
-    chosen = _select(kernel, request)
+    platform = Platform.of_calls_on(request.device_type)
+    chosen = _select(kernel, request, tiles_of(layout), platform)
     sinks, negative = spec.sinks, scale < 0
     return AttentionPlan(*(mesh, heads, whole, scores, chosen, exchange), sinks, negative, theirs)
 
@@ -152,8 +154,8 @@ def make_request(
 
 
 @lru_cache(maxsize=64)
-def _select(kernel: str, request: Request) -> Kernel:
-    return select_kernel(kernel, request)
+def _select(kernel: str, request: Request, tiles: Tiles, platform: Platform) -> Kernel:
+    return select_kernel(kernel, request, tiles, platform)
 
 
 def _mask_kinds(spec: AttentionSpec) -> frozenset[str]:

@@ -19,7 +19,14 @@ from lightning_cp.bench.links import LinkRow
 from lightning_cp.bench.model_step import OverheadRow
 from lightning_cp.bench.settings import BenchSettings, cores
 from lightning_cp.comm.consensus import World
-from lightning_cp.planner.hardware import ComputeRate, Hardware, KernelRate, LinkRate, OverheadRate
+from lightning_cp.planner.hardware import (
+    ComputeRate,
+    Hardware,
+    KernelCrossover,
+    KernelRate,
+    LinkRate,
+    OverheadRate,
+)
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,7 @@ def hardware_of(machine: MachineInfo, found: Mapping[str, Sequence[Any]]) -> Har
         kernel_lengths(found.get("kernels", ())),
         compute_rates(found.get("compute", ())),
         overhead_rates(found.get("overheads", ())),
+        kernel_crossovers(found.get("kernels", ())),
     )
 
 
@@ -136,6 +144,23 @@ def kernel_lengths(rows: Sequence[KernelRow]) -> tuple[KernelRate, ...]:
         for row in rows
         if row.both_tflops and (row.kernel, row.dtype, row.head_dim, row.mask) in named
     )
+
+
+def kernel_crossovers(rows: Sequence[KernelRow]) -> tuple[KernelCrossover, ...]:
+    """Return, for each dtype, head dim and mask, the kernel that is fastest first, and each change."""
+    best: dict[tuple[str, int, str], dict[int, KernelRow]] = {}
+    for row in rows:
+        by_length = best.setdefault((row.dtype, row.head_dim, row.mask), {})
+        if row.both_tflops and row.both_tflops > _rate(by_length.get(row.tokens)):
+            by_length[row.tokens] = row
+    found: list[KernelCrossover] = []
+    for kind, by_length in best.items():
+        before = None
+        for tokens, row in sorted(by_length.items()):
+            if row.kernel != before:
+                found.append(KernelCrossover(*kind, tokens, row.kernel))
+            before = row.kernel
+    return tuple(found)
 
 
 def _kernel_rate(row: KernelRow) -> KernelRate:

@@ -48,10 +48,11 @@ from lightning_cp.bench.timers import (
 )
 from lightning_cp.comm.consensus import World
 from lightning_cp.errors import ConfigError
+from lightning_cp.kernels.auto import tiles_of
 from lightning_cp.kernels.merge import Accumulator, GradientSums
 from lightning_cp.kernels.protocol import QKV, Capabilities, Kernel, Merged, Scores
 from lightning_cp.kernels.select import select_kernel
-from lightning_cp.layout import Tile
+from lightning_cp.layout import SequenceLayout, Tile
 from lightning_cp.layout.axes import Axis, Flat
 from lightning_cp.mesh import ContextParallelMesh
 
@@ -374,7 +375,9 @@ def _of_case(
 ) -> Iterator[ModeRow]:
     what = f"{'packed' if case.packed else 'dense'}, {case.tokens:,} tokens"
     tell(f"one process, {what}")
-    one = one_process(select_kernel(settings.kernel, request_of(case)), case, settings)
+    tiles = tiles_of(SequenceLayout(case.tokens, documents=case.documents))
+    kernel = select_kernel(settings.kernel, request_of(case), tiles)
+    one = one_process(kernel, case, settings)
     for backward in (False, True):
         for way in chosen_methods(settings, case):
             tell(f"{way.name}, {what}, {'forward+backward' if backward else 'forward'}")

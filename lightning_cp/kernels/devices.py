@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 import torch
+import torch.nn.attention
 
 from lightning_cp.layout.tiles import Tile
 
@@ -35,6 +38,24 @@ def pre_ampere_obstacle(name: str) -> str | None:
 def has_nvidia_gpu() -> bool:
     """Return True if PyTorch can use an NVIDIA GPU."""
     return torch.cuda.is_available() and torch.version.hip is None
+
+
+def compute_capability() -> ComputeCapability | None:
+    """Return the compute capability of the current GPU, or ``None`` without one."""
+    return torch.cuda.get_device_capability() if has_nvidia_gpu() else None
+
+
+def flash_implementation() -> str | None:
+    """Return the implementation of PyTorch's FlashAttention that was activated: FA3, FA4, or ``None``."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # torch 2.11
+    return None if current is None else current()
+
+
+def has_package_part(package: str, part: str) -> bool:
+    """Return True if a package is installed with a part of that name; imports neither."""
+    spec = PathFinder.find_spec(package)
+    places = spec.submodule_search_locations if spec is not None else None
+    return any((Path(place) / part).is_dir() for place in places or ())
 
 
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -25,8 +25,11 @@ def merge(
 ) -> None:
     """Merge ``new`` into ``out, lse`` in place; both sides may be -inf.
 
-    ``new_out`` may have a lower precision than ``out``; on CUDA it is widened entry by entry.
+    ``new_out`` may have a lower precision than ``out``; on CUDA it is widened entry by entry, and one kernel
+    does it all if Triton is installed.
     """
+    if _merge_by_triton(out_BLHD, lse_BHL, new_out_BLHD, new_lse_BHL):
+        return
     torch.logaddexp(lse_BHL, new_lse_BHL, out=lse_BHL)
     # Where both sides are -inf, -inf - -inf would be NaN: these rows get weight 0, and out stays 0.
     merged = lse_BHL.clamp(min=torch.finfo(lse_BHL.dtype).min)
@@ -35,6 +38,19 @@ def merge(
         out_BLHD.lerp_(new_out_BLHD, weight)
     else:  # lerp takes one dtype only, and on CUDA a wide copy of ``new`` would be as large as ``out``
         out_BLHD.mul_(1 - weight).addcmul_(new_out_BLHD, weight)
+
+
+def _merge_by_triton(
+    out_BLHD: torch.Tensor,
+    *others: torch.Tensor,
+    at: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> bool:
+    """Merge by one Triton kernel; return False where that is not possible, as on CPU."""
+    if not out_BLHD.is_cuda:
+        return False
+    from lightning_cp.kernels.triton.merge import merge_on_gpu
+
+    return merge_on_gpu(out_BLHD, *others, at=at)
 
 
 def batch_rows(row: int) -> slice:
@@ -52,14 +68,21 @@ class Accumulator:
         q_BLHD: the queries.
         dtype: of the merge.
         value_dim: entries per head of the values, and so of ``out``; by default those of a query.
+        single: one kernel call gives the whole result, so that it may be rounded at once.
     """
 
     def __init__(
-        self, q_BLHD: torch.Tensor, dtype: torch.dtype, value_dim: int | None = None
+        self,
+        q_BLHD: torch.Tensor,
+        dtype: torch.dtype,
+        value_dim: int | None = None,
+        *,
+        single: bool = False,
     ) -> None:
         self._q = q_BLHD
         self._shape = (*q_BLHD.shape[:3], q_BLHD.shape[3] if value_dim is None else value_dim)
         self.dtype = dtype
+        self._single = single
         self._out: torch.Tensor | None = None
         self._lse: torch.Tensor | None = None
         self._max: torch.Tensor | None = None
@@ -92,6 +115,11 @@ class Accumulator:
         with profile_range("merge"):
             merge(out[rows, queries], lse[rows, :, queries], out_BLHD, lse_BHL)
 
+    def part_dtype(self, queries: int) -> torch.dtype:
+        """Return the dtype for a result of so many queries: the queries' if nothing will be merged."""
+        is_whole = self._single and self._out is None and queries == self._shape[1]
+        return self._q.dtype if is_whole else self.dtype
+
     def add_at(
         self,
         rows: torch.Tensor,
@@ -102,8 +130,10 @@ class Accumulator:
         """Merge the results of scattered queries: int64 [T] rows and positions, each query once."""
         out, lse = self._buffers()
         with profile_range("merge"):
-            own_out, own_lse = out[rows, positions], lse[rows, :, positions].T
             new_out, new_lse = out_THD.unsqueeze(0), lse_HT.unsqueeze(0)
+            if _merge_by_triton(out, lse, new_out, new_lse, at=(rows, positions)):
+                return
+            own_out, own_lse = out[rows, positions], lse[rows, :, positions].T
             merge(own_out.unsqueeze(0), own_lse.unsqueeze(0), new_out, new_lse)
             out[rows, positions], lse[rows, :, positions] = own_out, own_lse.T
 
@@ -148,7 +178,7 @@ class GradientSum:
     """A gradient [B, L, H, D] that tiles add to, in the accumulation dtype.
 
     A first part that covers everything becomes the sum: in its own dtype until another part arrives, or as
-    a copy if ``into`` is given. Otherwise the sum starts with zeros.
+    a copy if ``into`` is given. Of another first part only the tokens beside it are filled with zeros.
 
     Args:
         like: a tensor of the gradient's shape and device; released once there is a part.
@@ -201,6 +231,27 @@ class GradientSum:
             memory.copy_(self._sum)
         self._sum = self._like = self._into = memory
 
+    @property
+    def is_empty(self) -> bool:
+        """True until there is a part."""
+        return self._sum is None
+
+    def begin(self, row: int, start: int, end: int) -> torch.Tensor:
+        """Begin an empty sum with the tokens ``start .. end`` of one batch row (or of ``ALL_ROWS``).
+
+        Returns:
+            Memory of the whole sum, in which the caller writes these tokens; all others are 0.
+        """
+        assert self._sum is None
+        self._sum = self._like = memory = self._memory()
+        if row != ALL_ROWS:
+            memory[:row].zero_()
+            memory[row + 1 :].zero_()
+        own = memory[batch_rows(row)]
+        own[:, :start].zero_()
+        own[:, end:].zero_()
+        return memory
+
     def _memory(self) -> torch.Tensor:
         """Return the memory for a sum that is not its first part."""
         if self._into is None and self._later is not None:
@@ -217,7 +268,11 @@ class GradientSum:
         if self._sum is None and part.shape == self._like.shape:
             self._sum = self._like = part if self._into is None else self._into.copy_(part)
             return
-        self.total[batch_rows(row), start : start + part.shape[1]] += part
+        end = start + part.shape[1]
+        if self._sum is None:
+            self.begin(row, start, end)[batch_rows(row), start:end] = part
+            return
+        self.total[batch_rows(row), start:end] += part
 
 
 class GradientSums(NamedTuple):

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.aten import AtenCpuFlash, AtenCudaCudnn, AtenCudaFlash
+from lightning_cp.kernels.auto import Order, Platform, Tiles, auto_order
 from lightning_cp.kernels.flash_attn import FlashAttn2, FlashAttn3
 from lightning_cp.kernels.protocol import QKV as QKV
 from lightning_cp.kernels.protocol import Capabilities as Capabilities
@@ -21,8 +22,8 @@ from lightning_cp.kernels.triton.launch import TritonFA2
 
 
 def kernels() -> dict[str, Kernel]:
-    """Return every kernel by name, in the order of ``auto``."""
-    ordered: tuple[Kernel, ...] = (
+    """Return every kernel by name, in the order of ``auto`` where nothing better is known."""
+    every: tuple[Kernel, ...] = (
         FlashAttn3(),
         AtenCudaFlash(),
         FlashAttn2(),
@@ -31,7 +32,7 @@ def kernels() -> dict[str, Kernel]:
         AtenCpuFlash(),
         ReferenceKernel(),
     )
-    return {kernel.name: kernel for kernel in ordered}
+    return {kernel.name: kernel for kernel in every}
 
 
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -41,20 +42,24 @@ ALIASES: dict[str, tuple[str, ...]] = {
 """Names for several kernels, tried in order."""
 
 
-def select_kernel(name: str, request: Request) -> Kernel:
+def select_kernel(
+    name: str, request: Request, tiles: Tiles | None = None, platform: Platform | None = None
+) -> Kernel:
     """Return the first kernel of ``name`` whose capabilities cover the request.
 
     Args:
         name: a kernel's name, ``aten`` for PyTorch's own operators, ``flash_attn`` for the packages of
             that name, or ``auto`` for any.
         request: the requirements of the call.
+        tiles: the call's tiles, on which the order of ``auto`` depends.
+        platform: this process; by default as it is.
 
     Raises:
         ConfigError: an unknown name, or no kernel covers the request; gives the reason for each.
     """
     every = kernels()
     refusals: list[str] = []
-    for candidate in _candidates(name, every):
+    for candidate in _candidates(name, every, request, tiles, platform).names:
         reason = _refusal(name, every[candidate], request)
         if reason is None:
             return every[candidate]
@@ -79,23 +84,28 @@ def has_feature(name: str, feature: str) -> bool:
         ConfigError: an unknown name.
     """
     every = kernels()
-    return any(feature in every[each].capabilities.features for each in _candidates(name, every))
+    _check_name(name, every)
+    named = every if name == "auto" else ALIASES.get(name, (name,))
+    return any(feature in every[each].capabilities.features for each in named)
 
 
-def explain_kernels(name: str, request: Request) -> str:
+def explain_kernels(
+    name: str, request: Request, tiles: Tiles | None = None, platform: Platform | None = None
+) -> str:
     """Explain the choice of :func:`select_kernel` for a request: one line per kernel, in order.
 
     Raises:
         ConfigError: an unknown name.
     """
     every = kernels()
-    candidates = _candidates(name, every)
-    reasons = {each: _refusal(name, kernel, request) for each, kernel in every.items()}
+    candidates, why = _candidates(name, every, request, tiles, platform)
+    listed = (*candidates, *(each for each in every if each not in candidates))
+    reasons = {each: _refusal(name, every[each], request) for each in listed}
     chosen = next((each for each in candidates if reasons[each] is None), None)
     lines = [f"kernel={name!r} for {_request_text(request)}: {chosen or 'none can do it'}"]
     for each, reason in reasons.items():
         if each == chosen:
-            verdict = "chosen"
+            verdict = f"chosen: {why}" if why else "chosen"
         elif each not in candidates:
             verdict = f"not among kernel={name!r}" + (f"; {reason}" if reason else "")
         else:
@@ -104,12 +114,29 @@ def explain_kernels(name: str, request: Request) -> str:
     return "\n".join(lines)
 
 
-def _candidates(name: str, every: Mapping[str, Kernel]) -> tuple[str, ...]:
+def _candidates(
+    name: str,
+    every: Mapping[str, Kernel],
+    request: Request,
+    tiles: Tiles | None,
+    platform: Platform | None,
+) -> Order:
     """Return the kernels of a name, in order."""
+    _check_name(name, every)
+    if name != "auto":
+        return Order(ALIASES.get(name, (name,)))
+    return auto_order(request, tiles, platform or Platform.of_calls_on(request.device_type))
+
+
+def _check_name(name: str, every: Mapping[str, Kernel]) -> None:
+    """Check the name of a kernel.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
     if name != "auto" and name not in every and name not in ALIASES:
         known = ", ".join(["auto", *ALIASES, *every])
         raise ConfigError(f"unknown kernel {name!r}. Known: {known}.")
-    return tuple(every) if name == "auto" else ALIASES.get(name, (name,))
 
 
 def _refusal(name: str, kernel: Kernel, request: Request) -> str | None:

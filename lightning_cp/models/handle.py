@@ -27,6 +27,7 @@ from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.batch.step_state import StepState
 from lightning_cp.comm.consensus import check_equal, gather_by_vote
 from lightning_cp.errors import ConfigError
+from lightning_cp.kernels.auto import Tiles, tiles_of
 from lightning_cp.kernels.protocol import Request
 from lightning_cp.layout.axes import Flat
 from lightning_cp.layout.exchange import Exchange
@@ -257,8 +258,8 @@ class SwapHandle:
         self.kernel = kernel
         self.exchange = exchange or Exchange()
         self.state: StepState | None = None
-        self.requests: dict[Request, None] = {}
-        """Distinct kernel requests of the attention calls so far."""
+        self.requests: dict[Request, Tiles] = {}
+        """Distinct kernel requests of the attention calls so far, with the tiles of the last call."""
         self.listeners: Sequence[Listener] = ()
         """Callbacks of every attention call."""
         self.progress: Callable[[], None] = _noop
@@ -432,7 +433,7 @@ class SwapHandle:
         plan = partial(make_plan_with_scores, make) if max_logits else make
         request = make_request(q, v, state.layout, spec, max_logits=max_logits)
         made = plan() if request in self.requests else self.checks.run("an attention call", plan)
-        self.requests[request] = None
+        self.requests[request] = tiles_of(state.layout)
         state.plans[call] = (
             spec,
             made,

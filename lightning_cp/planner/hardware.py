@@ -31,6 +31,22 @@ class KernelRate:
 
 
 @dataclass(frozen=True)
+class KernelCrossover:
+    """The fastest kernel of a dtype, head dim and mask from a length on, forward and backward together.
+
+    ``kernel="auto"`` reads them, from the file that ``LIGHTNING_CP_HARDWARE`` names.
+    """
+
+    dtype: str
+    head_dim: int
+    mask: str
+    """As in :class:`KernelRate`."""
+    tokens: int
+    """The length of the measurement, up to the next entry's."""
+    kernel: str
+
+
+@dataclass(frozen=True)
 class LinkRate:
     """Rate of one collective along one axis of the mesh."""
 
@@ -115,6 +131,7 @@ class Hardware:
     """Rates of the same kernels at every measured length."""
     compute: tuple[ComputeRate, ...] = ()
     overheads: tuple[OverheadRate, ...] = ()
+    crossovers: tuple[KernelCrossover, ...] = ()
 
     def __post_init__(self) -> None:
         for part in (self, *(part for name in LISTS for part in getattr(self, name))):
@@ -211,13 +228,14 @@ class Hardware:
         )
 
 
-T = TypeVar("T", KernelRate, LinkRate, ComputeRate, OverheadRate, Hardware)
+T = TypeVar("T", KernelRate, KernelCrossover, LinkRate, ComputeRate, OverheadRate, Hardware)
 LISTS: dict[str, type] = {
     "kernels": KernelRate,
     "links": LinkRate,
     "kernel_lengths": KernelRate,
     "compute": ComputeRate,
     "overheads": OverheadRate,
+    "crossovers": KernelCrossover,
 }
 REQUIRED_LISTS = ("kernels", "links")
 """Lists that every file has; later versions added the others."""

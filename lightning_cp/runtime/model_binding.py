@@ -20,6 +20,7 @@ from lightning_cp.batch.sharder import LayoutRule, already_sharded, layout_of
 from lightning_cp.batch.step_state import PositionInfo, StepState
 from lightning_cp.config import StrategyConfig
 from lightning_cp.errors import ConfigError, UndeclaredError
+from lightning_cp.kernels.auto import Tiles
 from lightning_cp.kernels.protocol import Request
 from lightning_cp.kernels.select import explain_kernels
 from lightning_cp.layout import CostModel, SequenceLayout
@@ -218,7 +219,7 @@ class ModelBinding:
         """True if batches get positions also where no rank shares them."""
         self._listed: Sequence[nn.Module] | None = None
         self._attached: tuple[nn.Module, Mapping[str, Any], bool] | None = None
-        self._requests: dict[Request, None] = {}
+        self._requests: dict[Request, Tiles] = {}
         self._loss_outside, self._needs_loss = False, True
 
     # -- attach and detach ---------------------------------------------------------------------------
@@ -403,7 +404,8 @@ class ModelBinding:
         """Return the kernel of each kind of attention call so far, and the reasons against other kernels."""
         if self._settings.exchange == "ring_flash_attn":
             return DELEGATED_KERNELS
-        lines = [explain_kernels(self._settings.kernel, request) for request in self._requests]
+        kernel = self._settings.kernel
+        lines = [explain_kernels(kernel, *call) for call in self._requests.items()]
         return "\n".join(lines) or "no attention call came through context parallelism yet"
 
     # -- batches and steps ---------------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 
 Scores are in units of log2, for ``exp2``. With ``inner`` and ``outer`` from the host:
 ``s = (q.k) * inner``, or with a cap ``s = outer * tanh((q.k) * inner)``; then with slopes
-``s -= slope * |i - j + shift|``. Forward is Dao 2023, arXiv 2307.08691, algorithm 1.
+``s -= slope * |i - j + shift|``. Forward is Dao 2023, arXiv 2307.08691, algorithm 1. Plain scores are masked
+and compared as ``q.k``: the only product with ``inner``, which is above 0, is a part of ``exp2``'s argument.
 
 Backward recomputes weights from the merged log-sum-exp. With ``delta = rowsum(dout * out)``:
 ``dv = p' dout``, ``ds = p (dout v' - delta)``, ``dq = ds k``, ``dk = ds' q`` (algorithm 2). dq and delta come
 from programs that own queries, then dk and dv from programs that own keys: no two add to the same place, so
-that the sums have a fixed order.
+that the sums have a fixed order. Programs of keys have all query heads of their K/V head, or one, whose sums
+the host adds up.
 
 Annotations of device code are read by Triton, so no ``from __future__ import annotations`` here.
 """
@@ -63,10 +65,13 @@ def store_block(pointers, x, count, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def add_to_block(pointers, x, count, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Add to the first ``count`` tokens, which no other program touches."""
-    before = load_block(pointers, count, BLOCK, D, BLOCK_D)
-    store_block(pointers, before + x, count, BLOCK, D, BLOCK_D)
+def give_block(
+    pointers, x, count, ADDS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Write the first ``count`` tokens, or add to them; no other program touches them."""
+    if ADDS:
+        x += load_block(pointers, count, BLOCK, D, BLOCK_D)
+    store_block(pointers, x, count, BLOCK, D, BLOCK_D)
 
 
 @triton.jit
@@ -126,20 +131,23 @@ def attend(
                 count = edges[part + 1] - at
                 keys = load_block(k_at, count, BLOCK_K, D, BLOCK_D)
                 values = load_block(v_at, count, BLOCK_K, DV, BLOCK_DV)
-            scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * inner
+            scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
             index = at + tl.arange(0, BLOCK_K)
             ahead = index[None, :] - queries[:, None]
             if HAS_CAP:
-                scores = tanh(scores) * outer
+                scores = tanh(scores * inner) * outer
+            elif HAS_SLOPES:
+                scores *= inner
             if HAS_SLOPES:
                 scores -= slope * tl.abs(ahead - shift).to(tl.float32)
             if part != 1:
                 seen = (ahead >= low) & (ahead <= high) & (index < edges[part + 1])[None, :]
                 scores = tl.where(seen, scores, float("-inf"))
-            higher = tl.maximum(peak, tl.max(scores, 1))
+            unit = 1.0 if HAS_CAP or HAS_SLOPES else inner
+            higher = tl.maximum(peak, tl.max(scores, 1) * unit)
             # A query without keys so far has peak -inf, and -inf - -inf would be NaN.
             finite = tl.where(higher == float("-inf"), 0.0, higher)
-            weights = tl.exp2(scores - finite[:, None])
+            weights = tl.exp2(scores * unit - finite[:, None])
             decay = tl.exp2(peak - finite)
             total = total * decay + tl.sum(weights, 1)
             weighted = weighted * decay[:, None]
@@ -214,14 +222,19 @@ def weigh(
 
 
 @triton.jit
-def load_lse(lse, row, head, first, count, BLOCK: tl.constexpr):
-    """Load lse in units of log2; +inf for a query without keys, which gives weights exp(s - inf) = 0."""
-    x = tl.load(
-        numbers(lse, row, head, first, BLOCK),
-        mask=tl.arange(0, BLOCK) < count,
-        other=float("inf"),
-    )
-    return tl.where(x == float("-inf"), float("inf"), x) * 1.4426950408889634
+def load_numbers(x, row, head, first, count, other, IS_CUT: tl.constexpr, BLOCK: tl.constexpr):
+    """Load one number per token of a block; ``other`` beyond the first ``count`` tokens if it is cut."""
+    if IS_CUT:
+        mask = tl.arange(0, BLOCK) < count
+        return tl.load(numbers(x, row, head, first, BLOCK), mask=mask, other=other)
+    else:
+        return tl.load(numbers(x, row, head, first, BLOCK))
+
+
+@triton.jit
+def to_log2(lse):
+    """Return lse in units of log2; +inf for a query without keys, which gives weights exp(s - inf) = 0."""
+    return tl.where(lse == float("-inf"), float("inf"), lse) * 1.4426950408889634
 
 
 @triton.jit
@@ -263,11 +276,11 @@ def differentiate_queries(
 def backward_queries(
     dout, q, k, v, out, lse, delta, dq, slopes, tiles, blocks, refs, scale, inner, outer,
     GROUP: tl.constexpr, IS_PER_ROW: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, ADDS: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Add to dq of one block of queries of one head, over all its tiles; write its delta.
+    """Compute dq of one block of queries of one head, over all its tiles, and its delta.
 
     Grid: (blocks of queries, query heads, batch rows or 1).
     """
@@ -285,7 +298,7 @@ def backward_queries(
     tl.store(
         numbers(delta, row, head, first, BLOCK_Q), own_delta, mask=tl.arange(0, BLOCK_Q) < count
     )
-    own_lse = load_lse(lse, row, head, first, count, BLOCK_Q)
+    own_lse = to_log2(load_numbers(lse, row, head, first, count, float("inf"), True, BLOCK_Q))
     slope = 0.0
     if HAS_SLOPES:
         slope = tl.load(slopes.at + row * slopes.batch + head * slopes.head) * 1.4426950408889634
@@ -300,7 +313,7 @@ def backward_queries(
             HAS_CAP, HAS_SLOPES, D, BLOCK_D, DV, BLOCK_DV, BLOCK_Q, BLOCK_K,
         )  # fmt: skip
     dq_at = tokens(dq, row, head, first, BLOCK_Q, BLOCK_D)
-    add_to_block(dq_at, total * scale, count, BLOCK_Q, D, BLOCK_D)
+    give_block(dq_at, total * scale, count, ADDS, BLOCK_Q, D, BLOCK_D)
 
 
 @triton.jit
@@ -324,10 +337,9 @@ def differentiate_keys(
             else:
                 queries = load_block(q_at, count, BLOCK_Q, D, BLOCK_D)
                 dresult = load_block(dout_at, count, BLOCK_Q, DV, BLOCK_DV)
-            own_lse = load_lse(lse, row, head, at, count, BLOCK_Q)
-            own_delta = tl.load(
-                numbers(delta, row, head, at, BLOCK_Q), tl.arange(0, BLOCK_Q) < count, 0.0
-            )
+            own_lse = load_numbers(lse, row, head, at, count, float("inf"), part != 1, BLOCK_Q)
+            own_lse = to_log2(own_lse)
+            own_delta = load_numbers(delta, row, head, at, count, 0.0, part != 1, BLOCK_Q)
             products = tl.dot(k, tl.trans(queries), input_precision="ieee")
             ahead = index[:, None] - (at + tl.arange(0, BLOCK_Q))[None, :]
             seen = (ahead >= low) & (ahead <= high)
@@ -342,21 +354,22 @@ def differentiate_keys(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["span_start"])
 def backward_keys(
-    dout, q, k, v, lse, delta, dk, dv, slopes, tiles, blocks, refs, scale, inner, outer,
+    dout, q, k, v, lse, delta, dk, dv, slopes, tiles, blocks, refs, span_start, scale, inner, outer,
     GROUP: tl.constexpr, IS_PER_ROW: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, HEADS: tl.constexpr, ADDS: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Add to dk and dv of one block of keys of one K/V head, over its tiles and query heads.
+    """Compute dk and dv of one block of keys from its tiles and ``HEADS`` query heads of one K/V head.
 
-    Grid: (blocks of keys, K/V heads, batch rows or 1).
+    Grid: (blocks of keys, query heads / HEADS, batch rows or 1). Results start at ``span_start``.
     """
     block = blocks + tl.program_id(0) * 5
     row = tl.load(block) if IS_PER_ROW else tl.program_id(2)
-    kv_head = tl.program_id(1)
+    part = tl.program_id(1)
+    kv_head = part * HEADS // GROUP
     first, end = tl.load(block + 1), tl.load(block + 2)
     count = end - first
     keys = load_block(tokens(k, row, kv_head, first, BLOCK_K, BLOCK_D), count, BLOCK_K, D, BLOCK_D)
@@ -369,7 +382,7 @@ def backward_keys(
         tile = tiles + tl.load(refs + ref) * 7
         low, high, shift = tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 6)
         edges = seen_range(tl.load(tile), tl.load(tile + 1), first, end, -high, -low, BLOCK_Q)
-        for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
+        for head in range(part * HEADS, part * HEADS + HEADS):
             slope = 0.0
             if HAS_SLOPES:
                 slope = tl.load(slopes.at + row * slopes.batch + head * slopes.head)
@@ -379,7 +392,54 @@ def backward_keys(
                 first, edges, low, high, shift, slope, inner, outer,
                 HAS_CAP, HAS_SLOPES, D, BLOCK_D, DV, BLOCK_DV, BLOCK_Q, BLOCK_K,
             )  # fmt: skip
-    dk_at = tokens(dk, row, kv_head, first, BLOCK_K, BLOCK_D)
-    dv_at = tokens(dv, row, kv_head, first, BLOCK_K, BLOCK_DV)
-    add_to_block(dk_at, dkeys * scale, count, BLOCK_K, D, BLOCK_D)
-    add_to_block(dv_at, dvalues, count, BLOCK_K, DV, BLOCK_DV)
+    dk_at = tokens(dk, row, part, first - span_start, BLOCK_K, BLOCK_D)
+    dv_at = tokens(dv, row, part, first - span_start, BLOCK_K, BLOCK_DV)
+    give_block(dk_at, dkeys * scale, count, ADDS, BLOCK_K, D, BLOCK_D)
+    give_block(dv_at, dvalues, count, ADDS, BLOCK_K, DV, BLOCK_DV)
+
+
+@triton.jit
+def merge_results(
+    out, lse, new_out, new_lse, rows, positions, count,
+    IS_SCATTERED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Merge the results of a block of tokens of one head into ``out`` and ``lse``, as ``kernels/merge.py``.
+
+    Grid: (blocks of ``count`` tokens, heads, batch rows). Scattered tokens have their row and position in
+    tables; their results are [1, tokens, ...].
+    """
+    first, head, row = tl.program_id(0) * BLOCK, tl.program_id(1), tl.program_id(2)
+    index = first + tl.arange(0, BLOCK)
+    here = index < count
+    entries = tl.arange(0, BLOCK_D)
+    inside = here[:, None]
+    if BLOCK_D != D:
+        inside = inside & (entries < D)[None, :]
+    new_out_at = tokens(new_out, row, head, first, BLOCK, BLOCK_D)
+    new_lse_at = numbers(new_lse, row, head, first, BLOCK)
+    if IS_SCATTERED:
+        own_row = tl.load(rows + index, mask=here, other=0)
+        position = tl.load(positions + index, mask=here, other=0)
+        own = own_row * out.batch + position * out.token + tl.cast(head, tl.int64) * out.head
+        out_at = out.at + own[:, None] + entries[None, :]
+        lse_at = lse.at + own_row * lse.batch + position * lse.token + head * lse.head
+    else:
+        out_at = tokens(out, row, head, first, BLOCK, BLOCK_D)
+        lse_at = numbers(lse, row, head, first, BLOCK)
+    old = tl.load(lse_at, mask=here, other=float("-inf"))
+    new = tl.load(new_lse_at, mask=here, other=float("-inf"))
+    larger, smaller = tl.maximum(old, new), tl.minimum(old, new)
+    # Without keys on both sides, -inf - -inf would be NaN: lse and out stay.
+    ratio = tl.exp(smaller - tl.where(larger == float("-inf"), 0.0, larger))
+    merged = larger + tl.log(1.0 + ratio)
+    weight = tl.where(new == larger, 1.0, ratio) / (1.0 + ratio)
+    weight = tl.where(new == float("-inf"), 0.0, weight)
+    bad = (old != old) | (new != new)  # a maximum passes over NaN, a sum does not
+    merged, weight = tl.where(bad, old + new, merged), tl.where(bad, old + new, weight)[:, None]
+    before = tl.load(out_at, mask=inside, other=0.0)
+    after = tl.load(new_out_at, mask=inside, other=0.0).to(tl.float32)
+    step = after - before
+    # The nearer end first, so that a weight of 0 or 1 gives one side as it is.
+    result = tl.where(weight < 0.5, before + weight * step, after - step * (1.0 - weight))
+    tl.store(out_at, result, mask=inside)
+    tl.store(lse_at, merged, mask=here)

@@ -23,9 +23,10 @@ import torch
 from typing_extensions import override
 
 from lightning_cp.kernels.devices import IdentityKey, pre_ampere_obstacle, to_device
-from lightning_cp.kernels.merge import Accumulator, GradientSums
+from lightning_cp.kernels.merge import Accumulator, GradientSum, GradientSums
 from lightning_cp.kernels.per_tile import with_unit_strides
 from lightning_cp.kernels.protocol import QKV, Capabilities, Merged, Request, Scores
+from lightning_cp.kernels.triton.blocks import BlockConfig, BlockConfigs, block_configs
 from lightning_cp.layout.mask import UNBOUNDED, Mask
 from lightning_cp.layout.tiles import ALL_ROWS, Tile
 
@@ -177,80 +178,24 @@ def _to_device(x: Ints, device: torch.device) -> torch.Tensor:
     return to_device(torch.from_numpy(x.astype(np.int32)), device)
 
 
-class BlockConfig(NamedTuple):
-    """Block sizes of one kernel; powers of two, at least 16.
-
-    Attributes:
-        own: tokens that a program owns.
-        step: tokens of the other side per iteration.
-        warps: groups of 32 threads per program.
-        stages: iterations in flight.
-    """
-
-    own: int
-    step: int
-    warps: int = 4
-    stages: int = 2
-
-
-class BlockConfigs(NamedTuple):
-    """Block sizes of the three kernels."""
-
-    forward: BlockConfig
-    queries: BlockConfig
-    keys: BlockConfig
-
-
-# Chosen from the compiler's reports for sm_80: shared memory within the 99 KiB of the smaller GPUs since
-# Ampere, few registers spilled. Not tuned by time. float32 has no tensor cores here, and large blocks of it
-# spill by kilobytes and compile for minutes.
-_HALF = {
-    32: BlockConfigs(
-        BlockConfig(128, 64, 4, 3), BlockConfig(128, 64, 4, 3), BlockConfig(128, 64, 4, 2)
-    ),
-    64: BlockConfigs(
-        BlockConfig(128, 64, 4, 3), BlockConfig(128, 64, 8, 2), BlockConfig(128, 64, 8, 2)
-    ),
-    128: BlockConfigs(
-        BlockConfig(128, 64, 8, 2), BlockConfig(64, 64, 4, 2), BlockConfig(64, 64, 8, 2)
-    ),
-    256: BlockConfigs(
-        BlockConfig(64, 32, 4, 2), BlockConfig(64, 32, 8, 1), BlockConfig(32, 32, 8, 1)
-    ),
-}
-_SINGLE = {
-    32: BlockConfigs(
-        BlockConfig(64, 32, 4, 1), BlockConfig(64, 32, 4, 1), BlockConfig(32, 32, 4, 1)
-    ),
-    64: BlockConfigs(
-        BlockConfig(32, 32, 4, 1), BlockConfig(32, 32, 8, 1), BlockConfig(32, 32, 8, 1)
-    ),
-    128: BlockConfigs(
-        BlockConfig(32, 32, 8, 1), BlockConfig(32, 32, 8, 1), BlockConfig(32, 32, 8, 1)
-    ),
-    256: BlockConfigs(
-        BlockConfig(16, 16, 8, 1), BlockConfig(16, 16, 8, 1), BlockConfig(16, 16, 8, 1)
-    ),
-}
-
-
-def block_configs(dtype: torch.dtype, head_dim: int) -> BlockConfigs:
-    """Return the block sizes for a dtype and the wider head dim of K and V."""
-    sizes = _SINGLE if dtype == torch.float32 else _HALF
-    return next(sizes[size] for size in sorted(sizes) if head_dim <= size)
-
-
 # Arguments of a launch: tensors with their strides, tables, constants.
 
 
 @contextmanager
-def unit_stride_totals(*totals: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield tensors with unit stride to add to: the totals, or zeros that are added to them at the end."""
-    parts = tuple(x if x.stride(-1) == 1 else x.new_zeros(x.shape) for x in totals)
-    yield parts
+def result_memory(
+    sums: Sequence[GradientSum], tiled: Table
+) -> Iterator[tuple[bool, Sequence[torch.Tensor]]]:
+    """Yield memory of unit stride for a launch's gradients, and True if the launch adds to what it holds.
+
+    Sums that are empty are written instead, if the launch reaches all tokens of its span.
+    """
+    adds = not (tiled.is_gapless and all(one.is_empty for one in sums))
+    totals = [one.total if adds else one.begin(ALL_ROWS, *tiled.span) for one in sums]
+    parts = [x if x.stride(-1) == 1 else x.new_zeros(x.shape) for x in totals]
+    yield adds, parts
     for total, part in zip(totals, parts, strict=True):
         if part is not total:
-            total += part
+            total.copy_(total + part if adds else part)
 
 
 class StridedTensor(NamedTuple):
@@ -286,11 +231,15 @@ def by_row(slopes: torch.Tensor | None) -> StridedTensor | None:
     return StridedTensor(slopes, slopes.stride(0) if slopes.dim() == 2 else 0, 0, slopes.stride(-1))
 
 
+_SMALLEST_FACTOR = 1e-30
+
+
 def score_factors(scores: Scores) -> tuple[float, float]:
     """Return the factors of q.k and of the capped result; scores are in units of log2, for ``exp2``."""
     if scores.softcap:
         return scores.softmax_scale / scores.softcap, scores.softcap / math.log(2)
-    return scores.softmax_scale / math.log(2), 1.0
+    # Device code masks before it scales: 0 would turn -inf into NaN. The plan negates q for a negative scale.
+    return max(scores.softmax_scale / math.log(2), _SMALLEST_FACTOR), 1.0
 
 
 def compile_constants(
@@ -304,15 +253,15 @@ def compile_constants(
         "HAS_CAP": bool(scores.softcap),
         "HAS_SLOPES": scores.alibi_slopes is not None,
         "D": head_dim,
-        "BLOCK_D": _padded_dim(head_dim),
+        "BLOCK_D": padded_dim(head_dim),
         "DV": value_dim,
-        "BLOCK_DV": _padded_dim(value_dim),
+        "BLOCK_DV": padded_dim(value_dim),
         "num_warps": launch.warps,
         "num_stages": launch.stages,
     }
 
 
-def _padded_dim(head_dim: int) -> int:
+def padded_dim(head_dim: int) -> int:
     """Return the power of two to which a head dim is padded; tensor cores multiply at least 16 entries."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
@@ -356,10 +305,13 @@ class TritonFA2:
     """FlashAttention-2 in Triton; deterministic, sums in float32.
 
     Args:
-        blocks: block sizes; ``None`` chooses them by dtype and head dim.
+        blocks: block sizes; ``None`` chooses them by GPU, dtype and head dim.
+        split_below: programs of dk and dv below which each query head of a group gets its own: four for each
+            multiprocessor of an H100. It bounds the memory of the parts.
     """
 
     blocks: BlockConfigs | None = None
+    split_below: int = 512
 
     @property
     def name(self) -> str:
@@ -383,7 +335,7 @@ class TritonFA2:
         self, inputs: QKV, tiles: Sequence[Tile], scores: Scores, state: Accumulator
     ) -> None:
         """Attend within all tiles in one launch, and merge the result into ``state`` at once."""
-        code = _device_code()
+        code = device_code()
         q_BLHD, k_BLKD, v_BLKD = inputs
         launch = self._launches(inputs).forward
         batch, _, heads, _ = q_BLHD.shape
@@ -394,8 +346,8 @@ class TritonFA2:
         start, end = tiled.span
         shape = (batch, end - start, heads, v_BLKD.shape[-1])
         make = torch.empty if tiled.is_gapless else torch.zeros
-        out = make(shape, dtype=torch.float32, device=q_BLHD.device)
-        lse = out.new_full((batch, heads, end - start), -torch.inf)
+        out = make(shape, dtype=state.part_dtype(end - start), device=q_BLHD.device)
+        lse = torch.full((batch, heads, end - start), -torch.inf, device=q_BLHD.device)
         top = torch.full_like(lse, -torch.inf) if scores.max_logits else None
         with on_device(q_BLHD.device):
             code.forward[grid(tiled, heads, batch)](
@@ -424,58 +376,106 @@ class TritonFA2:
         gradients: GradientSums,
     ) -> None:
         """Add all tiles' gradients: dq in one launch, then dk and dv in one."""
-        code = _device_code()
-        (dout_BLHD, out_BLHD, lse_BHL), (q_BLHD, k_BLKD, v_BLKD) = merged, inputs
-        launch = self._launches(inputs)
-        batch, _, heads, _ = q_BLHD.shape
-        device, mask = q_BLHD.device, scores.mask
+        launch, mask = self._launches(inputs), scores.mask
+        batch, device = inputs.q.shape[0], inputs.q.device
         by_query = make_table(tiles, mask, batch, "queries", launch.queries.own, device)
         by_key = make_table(tiles, mask, batch, "keys", launch.keys.own, device)
         if by_query is None or by_key is None:
             return
-        dout, q, k, v, out = (
-            by_head(x) for x in with_unit_strides(dout_BLHD, q_BLHD, k_BLKD, v_BLKD, out_BLHD)
-        )
-        lse = by_head(lse_BHL.transpose(1, 2))
-        delta = by_head(torch.empty_like(lse_BHL).transpose(1, 2))
-        multiply = scores.softmax_scale, *score_factors(scores)
-        with on_device(device), unit_stride_totals(*gradients.totals) as (dq, dk, dv):
-            code.backward_queries[grid(by_query, heads, batch)](
-                dout,
-                q,
-                k,
-                v,
-                out,
-                lse,
-                delta,
-                by_head(dq),
-                *launch_tables(by_query, scores),
-                *multiply,
-                BLOCK_Q=launch.queries.own,
-                BLOCK_K=launch.queries.step,
-                **compile_constants(inputs, by_query, scores, launch.queries),
+        dout, out, *qkv = with_unit_strides(merged.dout, merged.out, *inputs)
+        merged, inputs = Merged(dout, out, merged.lse), QKV(*qkv)
+        delta_BHL = torch.empty_like(merged.lse)
+        with on_device(device):
+            _backward_queries(
+                merged, inputs, delta_BHL, by_query, scores, launch.queries, gradients.q
             )
-            code.backward_keys[grid(by_key, k_BLKD.shape[2], batch)](
-                dout,
-                q,
-                k,
-                v,
-                lse,
-                delta,
-                by_head(dk),
-                by_head(dv),
-                *launch_tables(by_key, scores),
-                *multiply,
-                BLOCK_Q=launch.keys.step,
-                BLOCK_K=launch.keys.own,
-                **compile_constants(inputs, by_key, scores, launch.keys),
+            _backward_keys(
+                *(merged, inputs, delta_BHL, by_key, scores, launch.keys),
+                *(gradients, self.split_below),
             )
 
     def _launches(self, inputs: QKV) -> BlockConfigs:
-        return self.blocks or block_configs(inputs.q.dtype, max(x.shape[-1] for x in inputs))
+        widest = max(x.shape[-1] for x in inputs)
+        return self.blocks or block_configs(inputs.q.dtype, widest, inputs.q.device)
 
 
-def _device_code() -> Any:
+def _backward_queries(
+    merged: Merged,
+    inputs: QKV,
+    delta_BHL: torch.Tensor,
+    tiled: Table,
+    scores: Scores,
+    launch: BlockConfig,
+    total: GradientSum,
+) -> None:
+    """Launch the programs of dq, which also write delta."""
+    batch, _, heads, _ = inputs.q.shape
+    with result_memory([total], tiled) as (adds, (dq,)):
+        device_code().backward_queries[grid(tiled, heads, batch)](
+            by_head(merged.dout),
+            *map(by_head, inputs),
+            by_head(merged.out),
+            by_head(merged.lse.transpose(1, 2)),
+            by_head(delta_BHL.transpose(1, 2)),
+            by_head(dq),
+            *launch_tables(tiled, scores),
+            scores.softmax_scale,
+            *score_factors(scores),
+            ADDS=adds,
+            BLOCK_Q=launch.own,
+            BLOCK_K=launch.step,
+            **compile_constants(inputs, tiled, scores, launch),
+        )
+
+
+def _backward_keys(
+    merged: Merged,
+    inputs: QKV,
+    delta_BHL: torch.Tensor,
+    tiled: Table,
+    scores: Scores,
+    launch: BlockConfig,
+    gradients: GradientSums,
+    split_below: int,
+) -> None:
+    """Launch the programs of dk and dv.
+
+    Where they are few, each query head of a group gets its own, and the parts are added up afterwards.
+    """
+    (batch, _, heads, _), kv_heads, (start, end) = inputs.q.shape, inputs.k.shape[2], tiled.span
+    sums = [gradients.k, gradients.v]
+    split = kv_heads < heads and math.prod(grid(tiled, kv_heads, batch)) < split_below
+    if split:
+        shape = (batch, end - start, heads)
+        kind = {"dtype": torch.float32, "device": inputs.q.device}
+        make = torch.empty if tiled.is_gapless else torch.zeros
+        memory = nullcontext((False, [make(*shape, x.shape[-1], **kind) for x in inputs[1:]]))
+    else:
+        memory = result_memory(sums, tiled)
+    with memory as (adds, (dk, dv)):
+        device_code().backward_keys[grid(tiled, heads if split else kv_heads, batch)](
+            by_head(merged.dout),
+            *map(by_head, inputs),
+            by_head(merged.lse.transpose(1, 2)),
+            by_head(delta_BHL.transpose(1, 2)),
+            by_head(dk),
+            by_head(dv),
+            *launch_tables(tiled, scores),
+            start if split else 0,
+            scores.softmax_scale,
+            *score_factors(scores),
+            HEADS=1 if split else heads // kv_heads,
+            ADDS=adds,
+            BLOCK_Q=launch.step,
+            BLOCK_K=launch.own,
+            **compile_constants(inputs, tiled, scores, launch),
+        )
+    if split:
+        for total, parts in zip(sums, (dk, dv), strict=True):
+            total.add(ALL_ROWS, start, parts.unflatten(2, (kv_heads, -1)).sum(3))
+
+
+def device_code() -> Any:
     """Import the device code, and Triton with it."""
     from lightning_cp.kernels.triton import device
 

@@ -51,7 +51,7 @@ def with_dtypes(cpu: Sequence[torch.dtype], cuda: Sequence[torch.dtype]) -> list
 SMALL = BlockConfigs(*[BlockConfig(32, 16)] * 3)
 
 
-def triton_on(device: str) -> Kernel:
+def triton_on(device: str) -> TritonFA2:
     """The kernel with its own blocks; with small ones in the interpreter, so that edges are many."""
     return TritonFA2(SMALL if device == "cpu" else None)
 

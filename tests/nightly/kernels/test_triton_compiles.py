@@ -1,17 +1,11 @@
-"""Our Triton kernels pass Triton's compiler, without a GPU, and fit the smaller ones."""
+"""Our Triton kernels with every score feature pass Triton's compiler, without a GPU, and fit each kind."""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
 
 import pytest
 
 from lightning_cp.kernels.triton.launch import is_installed
-
-SHARED_MEMORY = 99 * 1024
-"""Bytes that one program may take on compute capability 8.6 and 8.9; 8.0 and 9.0 have more."""
+from tests.helpers.kernels.triton_resources import check_memory, compiled
 
 
 @pytest.mark.skipif(not is_installed(), reason="needs Triton")
@@ -28,17 +22,6 @@ SHARED_MEMORY = 99 * 1024
     ],
 )
 def test_compiles(capability: int, dtype: str, head_dim: int, value_dim: int) -> None:
-    command = [sys.executable, "-m", "tests.helpers.kernels.compile_triton", str(capability), dtype]
-    environment = {key: x for key, x in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [*command, str(head_dim), str(value_dim)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    taken = dict(line.split()[:2] for line in done.stdout.splitlines()[:3])
+    taken = compiled(capability, dtype, head_dim, value_dim)
     assert taken.keys() == {"forward", "backward_queries", "backward_keys"}
-    assert max(map(int, taken.values())) <= SHARED_MEMORY
+    check_memory(capability, taken)

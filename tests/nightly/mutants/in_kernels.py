@@ -9,6 +9,7 @@ MERGE = "lightning_cp/kernels/merge.py"
 REFERENCE = "lightning_cp/kernels/reference.py"
 PER_TILE = "lightning_cp/kernels/per_tile.py"
 PACKS = "lightning_cp/kernels/varlen.py"
+AUTO = "lightning_cp/kernels/auto.py"
 
 KERNEL_MUTANTS = (
     Mutant(
@@ -70,6 +71,14 @@ KERNEL_MUTANTS = (
         "Fresh memory often holds zeros, so that it seldom shows.",
     ),
     Mutant(
+        "tokens beside a first part keep what memory held",
+        "lightning_cp/kernels/merge.py",
+        "own[:, end:].zero_()",
+        "own[:, end + 1 :].zero_()",
+        ("tests/unit/kernels/test_sums.py::test_a_first_part_is_written_and_the_rest_is_zero",),
+        "Fresh memory often holds zeros, so that it seldom shows.",
+    ),
+    Mutant(
         "sums in the dtype of the inputs",
         "lightning_cp/kernels/protocol.py",
         "return torch.float64 if dtype == torch.float64 else torch.float32",
@@ -90,6 +99,38 @@ KERNEL_MUTANTS = (
             "test_the_largest_scores[reference-softcap-causal-packed-3_zigzag]",
         ),
         "QK-clip would miss the logits of all hops but one.",
+    ),
+    Mutant(
+        "cuDNN first for packed rows",
+        AUTO,
+        "if tiles is None or tiles.packed or tiles.tokens < LONG:",
+        "if tiles is None or tiles.tokens < LONG:",
+        ("tests/unit/kernels/test_auto.py::test_chosen_by_gpu_and_tiles",),
+        "It makes a plan for each length of a document, for ever.",
+    ),
+    Mutant(
+        "measurements of another GPU decide",
+        AUTO,
+        "if device != torch.cuda.get_device_name():",
+        "if device == '':",
+        ("tests/unit/kernels/test_auto.py::test_measurements_of_another_gpu_are_not_used",),
+        "A file that was copied along chooses kernels that are slow here.",
+    ),
+    Mutant(
+        "documents are not seen in tiles",
+        AUTO,
+        "packed = not all(np.array_equal(row, [[0, layout.seq_len]]) for row in rows)",
+        "packed = False",
+        ("tests/unit/kernels/test_auto.py::test_tiles_of_layouts",),
+        "Packed rows get the kernel for long tiles.",
+    ),
+    Mutant(
+        "a window's argument has the name of another version",
+        "lightning_cp/kernels/flash_attn.py",
+        'self._pairs_window = "window_size" in parameters',
+        "self._pairs_window = True",
+        ("tests/unit/kernels/test_signatures.py::test_flash_attn_2",),
+        "It fails at the first step, with a TypeError, for users of that version alone.",
     ),
     Mutant(
         "scale applied twice",

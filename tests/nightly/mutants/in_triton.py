@@ -7,6 +7,7 @@ from tests.nightly.mutants.selections import triton, triton_modes
 
 DEVICE = "lightning_cp/kernels/triton/device.py"
 HOST = "lightning_cp/kernels/triton/launch.py"
+MERGES = "tests/unit/kernels/test_triton_merge.py::test_equals_the_operators[16-dtype0-cpu]"
 
 TRITON_MUTANTS = (
     Mutant(
@@ -52,8 +53,8 @@ TRITON_MUTANTS = (
     Mutant(
         "Triton: cap left out of forward",
         DEVICE,
-        "scores = tanh(scores) * outer",
-        "scores = scores * outer",
+        "scores = tanh(scores * inner) * outer",
+        "scores = scores * inner * outer",
         (triton("cap[packed-cpu]"),),
         "Gemma 2 without its cap; nothing fails until scores grow.",
     ),
@@ -108,10 +109,58 @@ TRITON_MUTANTS = (
     Mutant(
         "Triton: keys learn from one head of a group",
         DEVICE,
-        "range(kv_head * GROUP, kv_head * GROUP + GROUP)",
-        "range(kv_head * GROUP, kv_head * GROUP + 1)",
-        (triton("head_groups[heads2-cpu]"),),
+        "range(part * HEADS, part * HEADS + HEADS)",
+        "range(part * HEADS, part * HEADS + 1)",
+        (triton("head_groups_in_one_program[dense-cpu]"),),
         "With grouped heads gradients of keys and values are too small.",
+    ),
+    Mutant(
+        "Triton: parts of query heads beside their keys",
+        HOST,
+        "total.add(ALL_ROWS, start, parts.unflatten(2, (kv_heads, -1)).sum(3))",
+        "total.add(ALL_ROWS, 0, parts.unflatten(2, (kv_heads, -1)).sum(3))",
+        (triton("head_groups_of_keys_that_begin_late[cpu]", "_tile_lists"),),
+        "With grouped heads and few keys, gradients of one rank's keys reach other tokens.",
+    ),
+    Mutant(
+        "Triton: a first part is added to what memory held",
+        HOST,
+        "adds = not (tiled.is_gapless and all(one.is_empty for one in sums))",
+        "adds = not tiled.is_gapless",
+        (triton("head_dims[cpu-float32-32-32]"),),
+        "The gradients of all hops but the last are lost.",
+    ),
+    Mutant(
+        "Triton: every result rounded by the kernel",
+        "lightning_cp/kernels/merge.py",
+        "is_whole = self._single and self._out is None and queries == self._shape[1]",
+        "is_whole = True",
+        (triton("the_only_result_is_rounded_by_the_kernel[cpu]", "_tile_lists"),),
+        "Every hop rounds its share of the output: the error grows with the ring.",
+    ),
+    Mutant(
+        "Triton: merge of two sides without keys",
+        DEVICE,
+        'tl.exp(smaller - tl.where(larger == float("-inf"), 0.0, larger))',
+        "tl.exp(smaller - larger)",
+        (MERGES,),
+        "-inf - -inf: NaN in every row of padding, and from there in the loss.",
+    ),
+    Mutant(
+        "Triton: merge passes over NaN",
+        DEVICE,
+        "bad = (old != old) | (new != new)",
+        "bad = (old != old) & (new != new)",
+        (MERGES,),
+        "A NaN of one hop disappears in the next, and training goes on with wrong numbers.",
+    ),
+    Mutant(
+        "Triton: scattered results merged in the first row",
+        DEVICE,
+        "own = own_row * out.batch + position",
+        "own = position",
+        ("tests/unit/kernels/test_triton_merge.py::test_scattered_tokens[cpu]",),
+        "Packed rows of a batch write into each other.",
     ),
     Mutant(
         "Triton: one slope for a group",

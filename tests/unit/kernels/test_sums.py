@@ -74,6 +74,19 @@ def test_buffers_that_hold_something_are_added_to() -> None:
     assert all(total is buffer for total, buffer in zip(sums.totals, buffers, strict=True))
 
 
+def test_a_first_part_is_written_and_the_rest_is_zero() -> None:
+    """Nothing is read: the memory of an empty sum may hold NaN."""
+    memory = torch.full(SHAPE, torch.nan)
+    gradient = GradientSum(memory, torch.float32, into=memory)
+    assert gradient.is_empty
+    gradient.begin(1, 2, 4)[1, 2:4] = 1.0
+    assert not gradient.is_empty
+    wanted = torch.zeros(SHAPE)
+    wanted[1, 2:4] = 1.0
+    assert gradient.total is memory
+    assert torch.equal(memory, wanted)
+
+
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sum_is_placed_in_memory_that_is_made_when_it_is_needed(

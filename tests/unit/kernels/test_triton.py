@@ -61,10 +61,11 @@ def problem_on(device: str, mask: str, documents: str, **how: object) -> Problem
     return Problem(MASKS[mask], intervals=of_rows, **(size | how))  # type: ignore[arg-type]
 
 
-def check(device: str, problem: Problem, ranks: int = 2) -> None:
+def check(device: str, problem: Problem, ranks: int = 2, split_below: int = 512) -> None:
     """Compare the kernel's answer with the oracle's, through the schedule of some ranks."""
     layout = SequenceLayout(problem.seq_len, ranks)
-    answer = sharded(problem, OnDevice(triton_on(device), device), layout)
+    kernel = replace(triton_on(device), split_below=split_below)
+    answer = sharded(problem, OnDevice(kernel, device), layout)
     if problem.dtype == torch.float32:
         other = errors(sharded(problem, ReferenceKernel(), layout), dense(problem))
         found = errors(answer, dense(problem))
@@ -128,8 +129,25 @@ def test_half_precision(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("heads", [(3, 3), (6, 2), (5, 1)])
 def test_head_groups(heads: tuple[int, int], device: str) -> None:
+    """Each query head has its own programs of keys, since these are few."""
     seq_len = 19 if device == "cpu" else 300
     check(device, problem_on(device, "causal", "dense", heads=heads, seq_len=seq_len), ranks=1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("documents", ["dense", "rows"])
+def test_head_groups_in_one_program(documents: str, device: str) -> None:
+    """Where programs of keys are many, each has all query heads of its K/V head."""
+    size = {"heads": (6, 2)} | ({"seq_len": 19} if documents == "dense" and device == "cpu" else {})
+    check(device, problem_on(device, "causal", documents, **size), ranks=1, split_below=0)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("documents", ["packed", "rows"])
+def test_split_head_groups_of_documents(documents: str, device: str) -> None:
+    """Keys beside the documents, of which no program computes gradients, have none."""
+    check(device, problem_on(device, "causal", documents, heads=(6, 2)), ranks=2)
 
 
 HEAD_DIMS = [(dim, dim) for dim in (20, 32, 64, 96, 128, 256)]

@@ -133,6 +133,42 @@ def test_gradients_are_added(device: str) -> None:
         assert torch.equal(total, part + 3.0)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_head_groups_of_keys_that_begin_late(device: str) -> None:
+    """Parts of query heads hold the keys of the tiles alone."""
+    check_tiles(triton_on(device), draw(device), [Tile(ALL_ROWS, 2, 9, 5, 9, 0, "causal")], Mask())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_scale_of_zero(device: str) -> None:
+    """All keys that a query sees have the same weight, and those that it does not see have none."""
+    q, k, v, _ = draw(device)
+    state = Accumulator(q, torch.float32)
+    triton_on(device).forward(QKV(q, k, v), [SQUARE], Scores(0.0, Mask()), state)
+    out, lse = state.result(torch.float32)
+    seen = torch.arange(1, QUERIES + 1, device=device)
+    mean = v[:, :QUERIES].cumsum(1).repeat_interleave(2, dim=2) / seen[:, None, None]
+    torch.testing.assert_close(out, mean)
+    torch.testing.assert_close(lse, seen.log().expand_as(lse).to(lse.dtype))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_only_result_is_rounded_by_the_kernel(device: str) -> None:
+    """So it is written once, in half the bytes; a result that others join stays wide."""
+    q, k, v, _ = (x.half() for x in draw(device))
+    wide, half = Accumulator(q, torch.float32), Accumulator(q, torch.float32, single=True)
+    part = Accumulator(q, torch.float32, single=True)
+    for state, length in ((wide, QUERIES), (half, QUERIES), (part, 9)):
+        tiles = [SQUARE._replace(q_len=length, k_len=length)]
+        triton_on(device).forward(QKV(q, k, v), tiles, Scores(SCALE, Mask()), state)
+    assert wide.result(torch.float32)[0].data_ptr() == wide.result(torch.float32)[0].data_ptr()
+    assert half.result(torch.float16)[0].data_ptr() == half.result(torch.float16)[0].data_ptr()
+    assert torch.equal(half.result(torch.float16)[0], wide.result(torch.float16)[0])
+    assert half.result(torch.float32)[1].dtype == torch.float32
+    exact = part.result(torch.float32)[0]
+    assert not torch.equal(exact, exact.half().float())
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("device", DEVICES)
 def test_nothing_is_read_but_what_tiles_name(device: str) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_cp.bench.hardware_json import kernel_rates, link_rates
+from lightning_cp.bench.hardware_json import kernel_crossovers, kernel_rates, link_rates
 from lightning_cp.bench.kernels import KernelRow
 from lightning_cp.bench.links import LinkRow
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import CostModel, Documents, choose_layout
-from lightning_cp.planner.hardware import Hardware, KernelRate, LinkRate
+from lightning_cp.planner.hardware import Hardware, KernelCrossover, KernelRate, LinkRate
 
 HARDWARE = Hardware(
     device_type="cuda",
@@ -134,6 +134,31 @@ def test_the_best_of_the_kernels() -> None:
         KernelRate("fast", "float32", 64, "causal", 2048, 5.0, 5.0),
         KernelRate("slow", "float32", 64, "window", 1024, 1.0, 1.0),
     )
+
+
+def test_lengths_at_which_another_kernel_becomes_the_fastest() -> None:
+    rows = [
+        *(kernel_row("first", tokens, 2.0) for tokens in (4096, 1024, 2048)),
+        *(kernel_row("later", tokens, both) for tokens, both in ((1024, 1.0), (2048, 2.5))),
+        kernel_row("later", 4096, 3.0),
+        kernel_row("absent", 1024, None),
+        kernel_row("first", 1024, 1.0, "packed"),
+        kernel_row("absent", 1024, None, "full"),
+    ]
+    crossovers = kernel_crossovers(rows)
+    assert crossovers == (
+        KernelCrossover("float32", 64, "causal", 1024, "first"),
+        KernelCrossover("float32", 64, "causal", 2048, "later"),
+        KernelCrossover("float32", 64, "packed", 1024, "first"),
+    )
+
+
+def test_crossovers_are_written_and_read(tmp_path: Path) -> None:
+    there = replace(
+        HARDWARE, crossovers=(KernelCrossover("bfloat16", 128, "causal", 4096, "aten_cuda_cudnn"),)
+    )
+    there.save(tmp_path / "hardware.json")
+    assert Hardware.load(tmp_path / "hardware.json") == there
 
 
 def test_the_rate_and_the_latency_of_a_link() -> None:

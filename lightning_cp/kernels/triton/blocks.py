@@ -1,0 +1,136 @@
+"""Block sizes of the Triton kernels, by GPU, dtype and head dim: a table in ``blocks.json``.
+
+Without a GPU, entries are chosen from the compiler's reports: no registers spilled, products by the tensor
+cores of the GPU's kind (wgmma on Hopper, tcgen05 on Blackwell), shared memory that fits. A GPU chooses by
+time: :func:`fastest` picks, :func:`save` writes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+TABLE = Path(__file__).with_name("blocks.json")
+
+
+class BlockConfig(NamedTuple):
+    """Block sizes of one kernel; powers of two, at least 16.
+
+    Attributes:
+        own: tokens that a program owns.
+        step: tokens of the other side per iteration.
+        warps: groups of 32 threads per program.
+        stages: iterations in flight.
+    """
+
+    own: int
+    step: int
+    warps: int = 4
+    stages: int = 2
+
+
+class BlockConfigs(NamedTuple):
+    """Block sizes of the three kernels."""
+
+    forward: BlockConfig
+    queries: BlockConfig
+    keys: BlockConfig
+
+
+class Key(NamedTuple):
+    """Kind of a launch.
+
+    Attributes:
+        target: compute capability for which it was chosen, as 80, 90 or 100.
+        dtype: ``half`` for float16 and bfloat16, or ``single``.
+        head_dim: the widest that it is for.
+    """
+
+    target: int
+    dtype: str
+    head_dim: int
+
+
+Blocks = dict[Key, BlockConfigs]
+
+
+def block_configs(dtype: torch.dtype, head_dim: int, device: torch.device) -> BlockConfigs:
+    """Return the block sizes for a dtype and the wider head dim of K and V on a device."""
+    return configs_for(dtype, head_dim, _target_of(device))
+
+
+def configs_for(dtype: torch.dtype, head_dim: int, target: int) -> BlockConfigs:
+    """Return the block sizes for a target of :func:`target_of`."""
+    kind = "single" if dtype == torch.float32 else "half"
+    table = load(TABLE)
+    fitting = [key for key in table if key[:2] == (target, kind) and head_dim <= key.head_dim]
+    return table[min(fitting)]
+
+
+def target_of(capability: tuple[int, int]) -> int:
+    """Return the target of a GPU: its own only on Hopper and on Blackwell's servers, else Ampere's.
+
+    GPUs of compute capability 8.6, 8.9 and 12 have Ampere's tensor cores and less shared memory.
+    """
+    return {9: 90, 10: 100}.get(capability[0], 80)
+
+
+@lru_cache(maxsize=64)
+def _target_of(device: torch.device) -> int:
+    """Return the target of a device; in the interpreter, which has no registers, Ampere's."""
+    if device.type != "cuda":
+        return target_of((8, 0))
+    return target_of(torch.cuda.get_device_capability(device))
+
+
+@lru_cache(maxsize=8)
+def load(file: Path) -> Blocks:
+    """Read a table."""
+    return {
+        Key(int(target), dtype, int(head_dim)): BlockConfigs(
+            **{kernel: BlockConfig(*sizes) for kernel, sizes in by_kernel.items()}
+        )
+        for target, by_dtype in json.loads(file.read_text()).items()
+        for dtype, by_dim in by_dtype.items()
+        for head_dim, by_kernel in by_dim.items()
+    }
+
+
+def save(table: Blocks, file: Path) -> None:
+    """Write a table, one kernel per line."""
+    nested: dict[str, dict[str, dict[str, dict[str, list[int]]]]] = {}
+    for key, configs in sorted(table.items()):
+        by_dim = nested.setdefault(str(key.target), {}).setdefault(key.dtype, {})
+        by_dim[str(key.head_dim)] = {name: list(x) for name, x in configs._asdict().items()}
+    text = json.dumps(nested, indent=1)
+    for name in BlockConfigs._fields:  # numbers of one kernel on one line
+        head, *rest = text.split(f'"{name}": [')
+        text = head + "".join(
+            f'"{name}": [' + ", ".join(sizes.split()).replace(",,", ",") + "]" + after
+            for sizes, after in (part.split("]", 1) for part in rest)
+        )
+    file.write_text(text + "\n")
+    load.cache_clear()
+
+
+def fastest(
+    configs: Iterable[BlockConfig], seconds: Callable[[BlockConfig], float | None]
+) -> BlockConfig:
+    """Return the block sizes with the least time.
+
+    Args:
+        configs: candidates; the first wins a tie.
+        seconds: measures one; ``None`` if it cannot run here (too much shared memory).
+
+    Raises:
+        ValueError: none of them runs.
+    """
+    timed = [(time, config) for config in configs if (time := seconds(config)) is not None]
+    if not timed:
+        raise ValueError("no candidate runs on this device")
+    return min(timed, key=lambda pair: pair[0])[1]

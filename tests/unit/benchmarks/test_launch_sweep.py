@@ -1,0 +1,92 @@
+"""The sweep of block sizes, with stubbed times; and the table that it writes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import launch_sweep
+from lightning_cp.bench.methods import AttentionCase
+from lightning_cp.kernels.triton.blocks import (
+    TABLE,
+    BlockConfig,
+    BlockConfigs,
+    Key,
+    configs_for,
+    fastest,
+    load,
+    save,
+    target_of,
+)
+
+CASE = AttentionCase(64, 1, heads=4, kv_heads=2, dtype=torch.bfloat16)
+BEST = BlockConfigs(
+    BlockConfig(128, 128, 8, 3), BlockConfig(64, 32, 4, 1), BlockConfig(64, 64, 8, 2)
+)
+
+
+def seconds(case: AttentionCase, configs: BlockConfigs, kernel: str) -> float | None:
+    """Less the nearer a kernel's blocks are to the best; what needs three stages and 128 tokens fails."""
+    one, best = getattr(configs, kernel), getattr(BEST, kernel)
+    if one.own == 128 and one.stages == 3 and kernel != "forward":
+        return None
+    return 1.0 + sum(abs(x - y) for x, y in zip(one, best, strict=True)) + case.head_dim
+
+
+def test_each_kernel_gets_its_fastest_blocks() -> None:
+    found = launch_sweep.swept(CASE, (64, 128), 90, seconds)
+    assert found == {Key(90, "half", 64): BEST, Key(90, "half", 128): BEST}
+    single = launch_sweep.swept(replace(CASE, dtype=torch.float32), (64,), 80, seconds)
+    assert single.keys() == {Key(80, "single", 64)}
+
+
+def test_equal_times_keep_the_table() -> None:
+    found = launch_sweep.swept(CASE, (64,), 90, lambda *_: 1.0)
+    assert found[Key(90, "half", 64)] == configs_for(torch.bfloat16, 64, 90)
+
+
+def test_a_table_is_written_beside_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(launch_sweep, "seconds_of", seconds)
+    launch_sweep.write_table(CASE, tmp_path / "blocks.json")
+    written, before = load(tmp_path / "blocks.json"), load(TABLE)
+    assert written[Key(90, "half", 128)] == BEST
+    others = [key for key in before if key[:2] != (90, "half") or key.head_dim == 32]
+    assert {key: written[key] for key in others} == {key: before[key] for key in others}
+    assert written.keys() == before.keys()
+
+
+def test_the_table_is_as_it_is_written(tmp_path: Path) -> None:
+    save(load(TABLE), tmp_path / "blocks.json")
+    assert (tmp_path / "blocks.json").read_text() == TABLE.read_text()
+
+
+def test_nothing_runs() -> None:
+    with pytest.raises(ValueError, match="no candidate runs on this device"):
+        fastest([BlockConfig(16, 16)], lambda _: None)
+
+
+def test_the_interpreter_runs_a_pass() -> None:
+    time = launch_sweep.seconds_of(
+        replace(CASE, tokens=32, head_dim=32, dtype=torch.float32),
+        BlockConfigs(*[BlockConfig(32, 32)] * 3),
+        "queries",
+    )
+    assert time is not None
+    assert time > 0
+
+
+@pytest.mark.parametrize(
+    ("capability", "target"),
+    [((8, 0), 80), ((8, 9), 80), ((9, 0), 90), ((10, 0), 100), ((10, 3), 100), ((12, 0), 80)],
+)
+def test_targets(capability: tuple[int, int], target: int) -> None:
+    assert target_of(capability) == target
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for head_dim in (8, 64, 96, 256):
+            assert configs_for(dtype, head_dim, target).forward.own >= 16
