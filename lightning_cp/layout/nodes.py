@@ -38,10 +38,12 @@ class Nodes:
             far: time of an entry on a network card.
         """
         ranks, hops = sent.shape
-        device: Ints = self.first + np.arange(ranks)[:, None] * self.stride + np.arange(self.stride)
+        rank: Ints = np.arange(ranks, dtype=np.int64)[:, None]
+        between: Ints = np.arange(self.stride, dtype=np.int64)
+        device = self.first + rank * self.stride + between
         node = device // self.devices
         card = node * self.cards + device % self.devices * self.cards // self.devices
-        hop: Ints = np.arange(hops)[:, None] * (int(card.max()) + 1)
+        hop: Ints = np.arange(hops, dtype=np.int64)[:, None] * (int(card.max()) + 1)
         source, target = hop + card[:, None], hop + card[dest]
         crosses = node[:, None] != node[dest]
         entries = np.where(crosses, sent[..., None], 0)
