@@ -7,6 +7,7 @@ call takes as long as its slowest rank, by the order in which ``attention/ring.p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from operator import add
 from typing import NamedTuple
@@ -15,10 +16,11 @@ import numpy as np
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout.documents import Ints
+from lightning_cp.layout.exchange import ring_hops
 from lightning_cp.layout.heads import HeadSplit
 from lightning_cp.layout.nodes import Nodes
 from lightning_cp.layout.streams import GRADIENTS, KEYS, Messages, elapsed, ring_order
-from lightning_cp.layout.tiles import Route, Schedule
+from lightning_cp.layout.tiles import Hop, Schedule
 
 
 class HeadCounts(NamedTuple):
@@ -128,14 +130,20 @@ class CostModel:
             latency=round(self.latency * of_hop),
         )
 
-    def cost(self, plan: Schedule, *, backward: bool = False, route: Route = "direct") -> int:
-        """Predict the time of the slowest rank in one pass, in attended pairs."""
+    def cost(self, plan: Schedule, *, backward: bool = False, rotates: bool = False) -> int:
+        """Predict the time of the slowest rank in one pass, in attended pairs.
+
+        Args:
+            plan: the schedule of the call.
+            backward: of a backward pass, where gradients travel too.
+            rotates: all keys go around the ring, instead of needed ones to who needs them.
+        """
         size = plan.layout.ring_size
         rank, hop = np.ogrid[:size, :size]
         source, dest = (rank - hop) % size, (rank + hop) % size
         taken, sent = plan.keys[rank, source], plan.keys[dest, rank]
         home = source
-        if route == "rotation":
+        if rotates:
             taken = sent = np.full_like(taken, plan.layout.ring_len)
             home = dest = np.broadcast_to((rank + 1) % size, dest.shape)
         rows = plan.documents.num_rows * (hop > 0)  # a rank's own keys are local
@@ -224,7 +232,7 @@ def attention_traffic(
         head_dim: entries per head of q and k.
         itemsize: bytes per entry of q, k and v.
         accumulate_itemsize: bytes per entry of accumulated gradients (4, or 8 for float64).
-        exchange: ``ring`` or ``all_gather``.
+        exchange: ``ring``, ``rotation`` or ``all_gather``.
         kv_heads_per_gather: of ``all_gather``.
         value_dim: entries per head of v; by default ``head_dim``.
 
@@ -234,8 +242,9 @@ def attention_traffic(
     ring_rank, ulysses_rank = divmod(cp_rank, heads.ulysses_size)
     pair = batch * (head_dim + (head_dim if value_dim is None else value_dim))
     per_key = heads.num_local_kv(ulysses_rank) * pair
-    if exchange == "ring":
-        over_ring = _ring(plan, ring_rank, per_key, itemsize, accumulate_itemsize)
+    if exchange in ("ring", "rotation"):
+        hops = ring_hops(plan, ring_rank, exchange)
+        over_ring = _ring(hops, per_key, itemsize, accumulate_itemsize)
     elif exchange != "all_gather":
         raise ConfigError(
             f"what exchange={exchange!r} sends is another library's, and not counted. "
@@ -260,14 +269,13 @@ def attention_traffic(
 
 
 def _ring(
-    plan: Schedule, ring_rank: int, per_key: int, itemsize: int, accumulate_itemsize: int
+    hops: Sequence[Hop], per_key: int, itemsize: int, accumulate_itemsize: int
 ) -> tuple[Traffic, Traffic]:
     """Traffic of a ring: K and V in forward; K and V again, and their returning gradients, in backward."""
-    rank = plan.rank(ring_rank)
-    sends = sum(1 for hop in rank.hops[1:] if hop.send)
-    returns = sum(1 for hop in rank.hops[1:] if hop.recv)
-    keys = rank.keys_sent * per_key * itemsize
-    gradients = rank.keys_received * per_key * accumulate_itemsize
+    sends = sum(1 for hop in hops[1:] if hop.send)
+    returns = sum(1 for hop in hops[1:] if hop.recv)
+    keys = sum(hop.num_sent for hop in hops[1:]) * per_key * itemsize
+    gradients = sum(hop.num_received for hop in hops[1:]) * per_key * accumulate_itemsize
     return (
         Traffic(p2p_messages=sends, p2p_bytes=keys),
         Traffic(p2p_messages=sends + returns, p2p_bytes=keys + gradients),

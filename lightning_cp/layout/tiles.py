@@ -40,9 +40,6 @@ T = TypeVar("T")
 ALL_ROWS = -1
 """``Tile.row`` of a tile that holds for every row of the batch."""
 
-Route = Literal["direct", "rotation"]
-"""Way of keys: from their owner to each rank that needs them, or around the ring from rank to rank."""
-
 Ranges = tuple[tuple[int, int], ...]
 """Sorted, disjoint (start, end) ranges of a rank's local keys."""
 

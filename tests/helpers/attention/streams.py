@@ -25,7 +25,7 @@ from lightning_cp.attention.plan import AttentionPlan
 from lightning_cp.kernels.protocol import Scores
 from lightning_cp.layout import HeadSplit, Schedule, Tile, gathered_schedule
 from lightning_cp.layout.axes import Axis
-from lightning_cp.layout.exchange import Exchange
+from lightning_cp.layout.exchange import Exchange, ring_hops
 from lightning_cp.layout.streams import GRADIENTS, gather_order, ring_order
 
 NARROW, WIDE = torch.bfloat16, torch.float32
@@ -326,7 +326,7 @@ def expected(
     if exchange.name == "all_gather":
         inside = _gather(plan, place, heads, exchange, backward=backward)
     else:
-        inside = _ring(plan, place, heads, backward=backward)
+        inside = _ring(plan, place, heads, exchange, backward=backward)
     if place.ulysses_size == 1:
         return _numbered(inside)
     sent = (
@@ -360,8 +360,10 @@ def _numbered(events: list[Event]) -> list[Event]:
     return found
 
 
-def _ring(plan: Schedule, place: Place, heads: HeadSplit, *, backward: bool) -> list[Event]:
-    hops, found = plan.rank(place.ring_rank).hops, list[Event]()
+def _ring(
+    plan: Schedule, place: Place, heads: HeadSplit, exchange: Exchange, *, backward: bool
+) -> list[Event]:
+    hops, found = ring_hops(plan, place.ring_rank, exchange.name), list[Event]()
     per_key = 2 * heads.num_local_kv(place.ulysses_rank) * plan.documents.num_rows
     for what, load, index in ring_order(len(hops), backward=backward):
         hop = hops[index]
@@ -372,7 +374,7 @@ def _ring(plan: Schedule, place: Place, heads: HeadSplit, *, backward: bool) -> 
             continue
         sends = ((hop.dest, hop.num_sent * per_key),) if hop.send else ()
         receives = ((hop.source, hop.num_received * per_key),) if hop.recv else ()
-        if load == GRADIENTS:
+        if load == GRADIENTS and exchange.name == "ring":  # back to where the keys came from
             sends, receives = receives, sends
         if sends or receives:
             number = 2 * index + (load == GRADIENTS)

@@ -22,7 +22,7 @@ from lightning_cp.layout import (
     schedule,
 )
 from lightning_cp.layout.axes import Axis, divisors
-from lightning_cp.layout.exchange import Exchange
+from lightning_cp.layout.exchange import Exchange, ring_hops
 from lightning_cp.layout.sequence import LayoutKind
 from lightning_cp.layout.streams import Messages, elapsed, ring_order
 from tests.helpers.attention.streams import (
@@ -39,7 +39,8 @@ from tests.helpers.attention.streams import (
 from tests.helpers.layout.cases import Case, cases, seen_in
 
 RING, GATHER = Exchange(), Exchange("all_gather", "two_kernel", "fused", 1)
-EXCHANGES = {"ring": RING, "all_gather": GATHER}
+ROTATION = Exchange("rotation")
+EXCHANGES = {"ring": RING, "rotation": ROTATION, "all_gather": GATHER}
 KINDS = ("contiguous", "zigzag", "balanced", "window")
 MESHES = [(ring, size // ring) for size in range(1, 65) for ring in divisors(size)]
 """(ring, Ulysses) of at most 64 ranks."""
@@ -90,7 +91,7 @@ def latest(graph: Graph, value: Callable[[Node], int]) -> dict[Node, int]:
     return found
 
 
-@pytest.mark.quick("*-1-1", "*-5-1", "*-3-2", "*-2-3", "*-1-4")
+@pytest.mark.quick("*-1-1", "*-5-1", "*-3-2", "*-2-3", "ring-zigzag-1-4")
 @pytest.mark.parametrize(("ring", "ulysses"), [m for m in MESHES if m[0] * m[1] <= 12])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -135,7 +136,7 @@ def test_every_mesh_of_up_to_64_ranks(exchange: str, kind: str) -> None:
         check_order(
             plan, EXCHANGES[exchange], [r * ulysses + r % ulysses for r in ring_ranks(ring)]
         )
-        hops = [plan.rank(rank).hops for rank in range(ring)]
+        hops = [ring_hops(plan, rank, exchange) for rank in range(ring)]
         sent = {
             (r, h.dest, h.index): h.num_sent for r in range(ring) for h in hops[r][1:] if h.send
         }
@@ -148,16 +149,19 @@ def test_every_mesh_of_up_to_64_ranks(exchange: str, kind: str) -> None:
         assert sent == received
 
 
+@pytest.mark.parametrize("exchange", [RING, ROTATION], ids=lambda exchange: exchange.name)
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("backward", [False, True])
-def test_the_next_hop_travels_while_this_one_is_computed(kind: LayoutKind, backward: bool) -> None:
+def test_the_next_hop_travels_while_this_one_is_computed(
+    kind: LayoutKind, backward: bool, exchange: Exchange
+) -> None:
     """Keys of hop h+1 come after no compute of hop h, on any rank, and no compute of hop h comes after them.
 
     In backward the same holds for the gradients of hop h and the compute of hop h+1. Every rank has work at
     every hop here: the mask is full.
     """
     plan = schedule(SequenceLayout(48, 6, 1, kind), None, Mask(causal=False))
-    programs = [passes[backward] for passes in record(plan, (2, 2), RING)]
+    programs = [passes[backward] for passes in record(plan, (2, 2), exchange)]
     graph = Graph(programs, places(plan))
     posts = [step for step in ring_order(6, backward=backward) if step.what == "post"]
 
@@ -197,11 +201,11 @@ def with_overhead(program: Sequence[Event]) -> Iterator[Event]:
         yield Event("compute", -1)
 
 
-def finish(case: Case, model: CostModel, *, backward: bool) -> int:
+def finish(case: Case, model: CostModel, exchange: Exchange, *, backward: bool) -> int:
     """When the last rank ends a pass, by the longest path through what the code does."""
     plan, rows = case.plan, case.documents.num_rows
     split, every = heads_of(case.layout.ulysses_size), places(plan)
-    found = record(plan, (split.num_heads, split.num_kv_heads), RING)
+    found = record(plan, (split.num_heads, split.num_kv_heads), exchange)
 
     def seconds(rank: int, event: Event) -> int:
         weights = [1 if tile.row >= 0 else rows for tile in event.tiles]
@@ -224,11 +228,12 @@ MODELS = st.builds(
 
 
 @settings(max_examples=60)  # each runs the code of every rank
-@given(cases(), MODELS, st.booleans())
+@given(cases(), MODELS, st.booleans(), st.sampled_from([RING, ROTATION]))
 def test_cost_is_the_longest_path_through_what_the_code_does(
-    case: Case, model: CostModel, backward: bool
+    case: Case, model: CostModel, backward: bool, exchange: Exchange
 ) -> None:
-    assert model.cost(case.plan, backward=backward) == finish(case, model, backward=backward)
+    cost = model.cost(case.plan, backward=backward, rotates=exchange is ROTATION)
+    assert cost == finish(case, model, exchange, backward=backward)
 
 
 def test_a_deadlock_is_found() -> None:
