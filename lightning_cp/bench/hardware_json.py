@@ -41,6 +41,8 @@ class MachineInfo:
     backend: str
     cuda_device_max_connections: str | None
     """The environment variable: it changes how NCCL and kernels share a GPU."""
+    network_cards: int | None = None
+    """Of a node; ``None``: not known."""
 
     @property
     def headline(self) -> str:
@@ -73,6 +75,7 @@ def this_machine(settings: BenchSettings) -> MachineInfo:
         _nccl() if on_cuda else None,
         dist.get_backend(),
         os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") if on_cuda else None,
+        network_cards(),
     )
 
 
@@ -95,6 +98,11 @@ def _cpu() -> str:
     return next(named, "") or platform.processor() or platform.machine()
 
 
+def network_cards(folder: Path = Path("/sys/class/infiniband")) -> int | None:
+    """Count the network cards for RDMA, which NCCL uses; ``None`` if there is none."""
+    return len(list(folder.iterdir())) or None if folder.is_dir() else None
+
+
 def _memory() -> int:
     """Return the bytes of the node's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -115,6 +123,7 @@ def hardware_of(machine: MachineInfo, found: Mapping[str, Sequence[Any]]) -> Har
         kernel_lengths(found.get("kernels", ())),
         compute_rates(found.get("compute", ())),
         overhead_rates(found.get("overheads", ())),
+        machine.network_cards,
     )
 
 

@@ -145,12 +145,17 @@ def attention_cost(case: PlanCase, window: int | None) -> AttentionCost:
         case: the job and the choice.
         window: keys that a query sees; ``None``: all before it.
     """
-    job, machine = case.job, case.job.timed
+    job, machine, nodes = case.job, case.job.timed, _ring_nodes(case)
     ring, ulysses = (
         machine.link(crosses=case.crosses_nodes(axis)) for axis in (Axis.RING, Axis.ULYSSES)
     )
+    near = machine.node_link / ring
+    if nodes is not None and case.choice.exchange == "all_gather":
+        ring /= max(1.0, nodes.stride / nodes.cards)  # of neighbouring rings, one rank each sends
+    if case.crosses_nodes(Axis.ULYSSES):
+        ulysses *= machine.cards(case.devices_per_node) / case.devices_per_node
     rates = (machine.attention_forward, machine.attention_backward)
-    links = (ring, ulysses, machine.latency, machine.node_link / ring, _ring_nodes(case))
+    links = (ring, ulysses, machine.latency, near, nodes)
     dims = (job.model.head_dim, job.model.value_dim)
     sizes = (case.heads, *dims, job.compute_itemsize, case.choice.exchange)
     return call_cost(AttentionCostInputs(case.layout, window, *sizes, rates, machine.tiles, *links))
@@ -161,7 +166,7 @@ def _ring_nodes(case: PlanCase) -> Nodes | None:
     if not case.crosses_nodes(Axis.RING):
         return None
     mesh, devices = case.choice.mesh, case.devices_per_node
-    return Nodes(devices, devices, mesh.ulysses * mesh.tp)
+    return Nodes(devices, case.job.machine.cards(devices), mesh.ulysses * mesh.tp)
 
 
 @lru_cache(maxsize=4096)
@@ -228,12 +233,13 @@ def _ring_seconds(
         near=call.near,
         nodes=call.nodes,
     )
-    return _ring_cost(model, plan, backward) / pairs_per_second
+    rotates = call.exchange == "rotation"
+    return _ring_cost(model, plan, backward, rotates) / pairs_per_second
 
 
 @lru_cache(maxsize=1024)
-def _ring_cost(model: CostModel, plan: Schedule, backward: bool) -> int:
-    return model.cost(plan, backward=backward)
+def _ring_cost(model: CostModel, plan: Schedule, backward: bool, rotates: bool) -> int:
+    return model.cost(plan, backward=backward, rotates=rotates)
 
 
 def _gather_seconds(

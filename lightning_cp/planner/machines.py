@@ -9,7 +9,7 @@ from the ``hardware.json`` of ``python -m lightning_cp.bench``.
 * matrix products: 0.65 of the peak, large ones in bfloat16.
 * float32: data sheets' figures without TF32, PyTorch's default (SXM; HGX for B200). The same fractions of the
   peak as in bfloat16 are assumed: no benchmark is known.
-* links: 0.8 of the bandwidth of one direction of NVLink or of a device's network card.
+* links: 0.8 of the bandwidth of one direction of NVLink or of a network card, of which every device has one.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ class Machine:
     node_link: float
     """Bytes per second that a device sends within a node, while it receives as many."""
     net_link: float
-    """Bytes per second that a device sends between nodes."""
+    """Bytes per second that a network card sends between nodes."""
+    network_cards: int = 0
+    """Network cards of a node; 0: one for each device."""
     latency: float = 20e-6
     """Seconds of a message and the launch that follows."""
     host_memory: int = 0
@@ -130,6 +132,10 @@ class Machine:
             attention_forward=share * self.attention_forward,
             attention_backward=share * self.attention_backward,
         )
+
+    def cards(self, devices: int) -> int:
+        """Return the network cards that a node of so many devices uses."""
+        return min(self.network_cards or devices, devices)
 
     def link(self, *, crosses: bool) -> float:
         """Return the bytes per second of a group that spans nodes (``crosses``), or does not."""
@@ -285,6 +291,7 @@ def machine_of_hardware(
         loss_bandwidth=compute.loss_gigabytes_per_second * GIGA,
         optimizer_bandwidth=compute.optimizer_gigabytes_per_second * GIGA,
         sending=_send_costs(hardware),
+        network_cards=hardware.network_cards or 0,
     )
     return _with_overheads(machine, hardware)
 
