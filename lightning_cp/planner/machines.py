@@ -75,7 +75,7 @@ class Machine:
     memory: int
     """Bytes of one device."""
     reserve: int
-    """Bytes that tensors cannot use: the context, communicators' buffers, fragments."""
+    """Bytes that neither tensors nor communicators use: the context, fragments."""
     devices_per_node: int
     peak_flops: float
     """Peak of the data sheet in bfloat16: the denominator of MFU."""
@@ -146,7 +146,7 @@ def _hopper(name: str, gib: int, bandwidth: float) -> Machine:
     return Machine(
         name,
         memory=gib * GIB,
-        reserve=4 * GIB,
+        reserve=3 * GIB,
         devices_per_node=8,
         peak_flops=989 * TERA,
         float32_flops=67 * TERA,
@@ -167,7 +167,7 @@ MACHINES: dict[str, Machine] = {
     "a100": Machine(
         "a100",
         memory=79 * GIB,
-        reserve=4 * GIB,
+        reserve=3 * GIB,
         devices_per_node=8,
         peak_flops=312 * TERA,
         float32_flops=19.5 * TERA,
@@ -183,7 +183,7 @@ MACHINES: dict[str, Machine] = {
     "b200": Machine(
         "b200",
         memory=178 * GIB,
-        reserve=5 * GIB,
+        reserve=4 * GIB,
         devices_per_node=8,
         peak_flops=2250 * TERA,
         float32_flops=75 * TERA,
