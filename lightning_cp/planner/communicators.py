@@ -23,9 +23,9 @@ SHARED_BETWEEN_NODES = 2 * 64 * MIB
 
 
 def communicator_bytes(case: PlanCase) -> int:
-    """Return the bytes of one rank's communicators; axes of size 1 have none, and neither has a CPU."""
+    """Return the bytes of one rank's communicators; axes of size 1 have none."""
     choice = case.choice
-    if case.job.machine.is_cpu:
+    if not case.job.machine.has_nccl:
         return 0
     mesh, shards = choice.mesh, Flat.FSDP if choice.engine in ("fsdp", "hsdp") else Flat.LOSS
     collectives: list[Axis | Flat] = [Axis.TP, shards]

@@ -133,6 +133,11 @@ class Machine:
             attention_backward=share * self.attention_backward,
         )
 
+    @property
+    def has_nccl(self) -> bool:
+        """True for GPUs."""
+        return not self.is_cpu and self.name != "tpu_v4"
+
     def cards(self, devices: int) -> int:
         """Return the network cards that a node of so many devices uses."""
         return min(self.network_cards or devices, devices)

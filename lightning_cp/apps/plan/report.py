@@ -135,7 +135,8 @@ def advice(case: PlanCase) -> Iterator[str]:
                 f"{axis.value} of {mesh.size(axis)} goes beyond nodes of {case.devices_per_node}"
             )
             cards = job.machine.cards(each)
-            shared = f", and {each} devices share {cards} network cards" if cards < each else ""
+            noun = f"network card{'s' * (cards > 1)}"
+            shared = f", and {each} devices share {cards} {noun}" if cards < each else ""
             yield f"{beyond}: its messages take the slower link{shared}"
     sent = sum(map(heads.num_local_kv, range(heads.ulysses_size))) / heads.num_kv_heads
     if sent > 1:
