@@ -5,8 +5,9 @@ h is computed, so that communication hides behind compute, in forward and in bac
 the gradients of hop h's keys are posted right after they are computed, and arrive during hop h+1.
 Only the key ranges that some tile touches travel, directly from their owner. In a *rotation* all keys
 travel, from each rank to the next one, followed by the sum of their gradients: of a node, only one rank
-sends to another node, which suits few network cards. Partial outputs merge by log-sum-exp; each tile's backward uses the *merged* out and lse, which is exact
-(Dao 2022, arXiv 2205.14135, appendix B; Liu et al. 2023, arXiv 2310.01889).
+sends to another node, which suits few network cards. Partial outputs merge by log-sum-exp; each
+tile's backward uses the *merged* out and lse, which is exact (Dao 2022, arXiv 2205.14135, appendix B;
+Liu et al. 2023, arXiv 2310.01889).
 """
 
 from __future__ import annotations
@@ -155,9 +156,9 @@ class _GradientExchange:
         shape = (hop.num_sent, *gradients.shape_of_key) if hop.send else None
         with profile_range("copies"):
             sent = gradients.message() if hop.recv else None
-        group = self._plan.mesh.group(Axis.RING)
+        back = (shape, source, self._like, self._plan.mesh.group(Axis.RING))
         with profile_range("hop {} gradients post", hop.index):
-            transfer = start_transfer(sent, to, shape, source, self._like, group)
+            transfer = start_transfer(sent, to, *back)
         self._pending = (transfer, hop)
 
     def finish(self) -> KeyGradientSums:

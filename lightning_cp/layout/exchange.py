@@ -144,8 +144,8 @@ class Exchange:
 
     Args:
         name: ``ring`` sends needed keys from their owner, hop by hop; ``rotation`` sends all keys on from
-            each rank to the next one; ``all_gather`` gathers them once; ``ring_flash_attn`` delegates the ring
-            to the package of that name.
+            each rank to the next one; ``all_gather`` gathers them once; ``ring_flash_attn`` delegates the
+            ring to the package of that name.
         forward: of ``all_gather``: ``two_kernel`` (one kernel call per chunk of queries, least memory) or
             ``fused`` (one call, with copies of the keys that several chunks see).
         backward: likewise.

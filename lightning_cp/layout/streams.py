@@ -25,7 +25,7 @@ KEYS, GRADIENTS = "keys", "gradients"
 """Loads of transfers."""
 
 
-class Step(NamedTuple):
+class StreamStep(NamedTuple):
     """One entry of a rank's order."""
 
     what: Literal["post", "wait", "compute"]
@@ -35,7 +35,7 @@ class Step(NamedTuple):
     """Hop, or block of heads."""
 
 
-Order = tuple[Step, ...]
+Order = tuple[StreamStep, ...]
 
 
 def ring_order(hops: int, *, backward: bool) -> Order:
@@ -43,19 +43,19 @@ def ring_order(hops: int, *, backward: bool) -> Order:
     return tuple(_ring(hops, backward))
 
 
-def _ring(hops: int, backward: bool) -> Iterator[Step]:
+def _ring(hops: int, backward: bool) -> Iterator[StreamStep]:
     for hop in range(hops):
         if hop:
-            yield Step("wait", KEYS, hop)
+            yield StreamStep("wait", KEYS, hop)
         if hop + 1 < hops:
-            yield Step("post", KEYS, hop + 1)
-        yield Step("compute", "", hop)
+            yield StreamStep("post", KEYS, hop + 1)
+        yield StreamStep("compute", "", hop)
         if backward and hop:
             if hop > 1:
-                yield Step("wait", GRADIENTS, hop - 1)
-            yield Step("post", GRADIENTS, hop)
+                yield StreamStep("wait", GRADIENTS, hop - 1)
+            yield StreamStep("post", GRADIENTS, hop)
     if backward and hops > 1:
-        yield Step("wait", GRADIENTS, hops - 1)
+        yield StreamStep("wait", GRADIENTS, hops - 1)
 
 
 def gather_order(blocks: int, *, backward: bool) -> Order:
@@ -63,19 +63,19 @@ def gather_order(blocks: int, *, backward: bool) -> Order:
     return tuple(_gather(blocks, backward))
 
 
-def _gather(blocks: int, backward: bool) -> Iterator[Step]:
-    yield Step("post", KEYS, 0)
+def _gather(blocks: int, backward: bool) -> Iterator[StreamStep]:
+    yield StreamStep("post", KEYS, 0)
     for block in range(blocks):
         if block + 1 < blocks:
-            yield Step("post", KEYS, block + 1)
-        yield Step("wait", KEYS, block)
-        yield Step("compute", "", block)
+            yield StreamStep("post", KEYS, block + 1)
+        yield StreamStep("wait", KEYS, block)
+        yield StreamStep("compute", "", block)
         if backward:
             if block:
-                yield Step("wait", GRADIENTS, block - 1)
-            yield Step("post", GRADIENTS, block)
+                yield StreamStep("wait", GRADIENTS, block - 1)
+            yield StreamStep("post", GRADIENTS, block)
     if backward:
-        yield Step("wait", GRADIENTS, blocks - 1)
+        yield StreamStep("wait", GRADIENTS, blocks - 1)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Device memory of NCCL's communicators, by their connections: read in NCCL's source (2.30), not measured.
 
-A connection has buffers of all three protocols where it ends (0.5, 4.7 and 4 MiB, in blocks of 2 MiB), and one
-block where it begins; between nodes both ends have buffers. Collectives connect a rank with two neighbours on
-every channel. Sends and all-to-alls connect it with each peer, on more channels within a node than between
-nodes, and share their buffers between nodes. Connections are made by the first call that needs them.
+A connection has buffers of all three protocols where it ends (0.5, 4.7 and 4 MiB, in blocks of 2 MiB), and
+one block where it begins; between nodes both ends have buffers. Collectives connect a rank with two
+neighbours on every channel. Sends and all-to-alls connect it with each peer, on more channels within a node
+than between nodes, and share their buffers between nodes. A connection is made by the first call that needs
+it.
 """
 
 from __future__ import annotations

@@ -366,7 +366,7 @@ def memory_of(case: PlanCase, attention: Mapping[int | None, AttentionCost]) -> 
 
 
 def _pinned_bytes(step: RankStep) -> int:
-    """Return the host memory of a layer's offloaded tensors: PyTorch rounds pinned blocks up to powers of two."""
+    """Return the host memory of a layer's offloaded tensors; pinned blocks are powers of two in PyTorch."""
     sizes = [step.of_features]
     if step.keeps_attention:
         sizes += [step.of_out, step.of_lse]
