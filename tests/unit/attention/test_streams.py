@@ -190,7 +190,7 @@ def with_overhead(program: Sequence[Event]) -> Iterator[Event]:
     """A compute of no tiles for every hop whose keys arrive: what a hop costs besides."""
     waits = False
     for event in program:
-        if waits and event.what != "post":
+        if waits and (event.what, event.dtype) != ("post", NARROW):  # the next hop's keys
             waits = False
             yield Event("compute", -1)
         yield event
