@@ -212,6 +212,7 @@ def _ring_peaks(
         passed_on = rotates and before is not None  # what arrived is sent from where it is
         posted = _transfer_buffers(after, sizes, paired=paired or passed_on)
         queries, used = _call_sizes(hop.tiles, sizes.batch, tokens)
+        used = max(used, rotates * _received_keys(hop))  # the kernel is given all keys
         kernel = sizes.for_kernel(queries, used, backward=True)
         result = sizes.result(queries) + sizes.for_kernel(queries, used)
         # The results of a single first call are the sums until there are others.
