@@ -64,6 +64,7 @@ class CostModel:
         gradient: pairs computed in the time that the gradients of one token's key and value take.
         near: how many times faster links within nodes are, where ``nodes`` are known.
         nodes: places of the ranks; ``None``: all links are alike.
+        rotates: all keys go around the ring, instead of needed ones to who needs them.
     """
 
     key: int = 3000
@@ -72,6 +73,7 @@ class CostModel:
     gradient: int = 0
     near: float = 1.0
     nodes: Nodes | None = None
+    rotates: bool = False
 
     @classmethod
     def in_node(cls) -> CostModel:
@@ -130,20 +132,14 @@ class CostModel:
             latency=round(self.latency * of_hop),
         )
 
-    def cost(self, plan: Schedule, *, backward: bool = False, rotates: bool = False) -> int:
-        """Predict the time of the slowest rank in one pass, in attended pairs.
-
-        Args:
-            plan: the schedule of the call.
-            backward: of a backward pass, where gradients travel too.
-            rotates: all keys go around the ring, instead of needed ones to who needs them.
-        """
+    def cost(self, plan: Schedule, *, backward: bool = False) -> int:
+        """Predict the time of the slowest rank in one pass, in attended pairs."""
         size = plan.layout.ring_size
         rank, hop = np.ogrid[:size, :size]
         source, dest = (rank - hop) % size, (rank + hop) % size
         taken, sent = plan.keys[rank, source], plan.keys[dest, rank]
         home = source
-        if rotates:
+        if self.rotates:
             taken = sent = np.full_like(taken, plan.layout.ring_len)
             home = dest = np.broadcast_to((rank + 1) % size, dest.shape)
         rows = plan.documents.num_rows * (hop > 0)  # a rank's own keys are local

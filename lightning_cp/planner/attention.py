@@ -232,14 +232,14 @@ def _ring_seconds(
         gradient=round(ACCUMULATE_ITEMSIZE * per_byte),
         near=call.near,
         nodes=call.nodes,
+        rotates=call.exchange == "rotation",
     )
-    rotates = call.exchange == "rotation"
-    return _ring_cost(model, plan, backward, rotates) / pairs_per_second
+    return _ring_cost(model, plan, backward) / pairs_per_second
 
 
 @lru_cache(maxsize=1024)
-def _ring_cost(model: CostModel, plan: Schedule, backward: bool, rotates: bool) -> int:
-    return model.cost(plan, backward=backward, rotates=rotates)
+def _ring_cost(model: CostModel, plan: Schedule, backward: bool) -> int:
+    return model.cost(plan, backward=backward)
 
 
 def _gather_seconds(

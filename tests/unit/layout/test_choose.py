@@ -166,3 +166,15 @@ def test_a_ulysses_rank_has_its_share_of_the_heads() -> None:
     assert HeadCounts(12, 3, 128).of_ulysses_rank(4) == HeadCounts(3, 2, 128), (
         "two of the ranks straddle"
     )
+
+
+def test_a_rotation_moves_all_keys_whatever_the_layout() -> None:
+    """Keys that are too dear where only needed ones travel cost all layouts the same: work decides."""
+    packed = log_normal(1 << 16, 60, 2)
+    sparing, around = (
+        choose_layout(1 << 16, 8, 1, packed, cost=CostModel(rotates=rotates))
+        for rotates in (False, True)
+    )
+    work = [Schedule(layout, packed, Mask()) for layout in (sparing, around)]
+    assert work[0].keys.sum() < work[1].keys.sum()
+    assert work[0].imbalance > work[1].imbalance

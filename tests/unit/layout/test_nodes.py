@@ -74,7 +74,7 @@ def test_the_cost_of_a_ring_on_nodes() -> None:
     plan = schedule(SequenceLayout(1 << 14, 16), None, Mask())
 
     def cost(cards: int, *, rotates: bool) -> int:
-        return CostModel(3000, 0, near=9.0, nodes=Nodes(8, cards)).cost(plan, rotates=rotates)
+        return CostModel(3000, 0, near=9.0, nodes=Nodes(8, cards), rotates=rotates).cost(plan)
 
     assert cost(8, rotates=False) <= cost(8, rotates=True)
     assert 3 < cost(1, rotates=False) / cost(1, rotates=True) < 8

@@ -491,9 +491,7 @@ def test_cards_that_devices_share_slow_direct_sends_down() -> None:
     assert ring_seconds("rotation", 1) == pytest.approx(ring_seconds("rotation", 8))
     assert ring_seconds("rotation", 1) < 1.1 * ring_seconds("ring", 8)
     # Around Ulysses of 8 a node has one rank of each of 8 rings: there is nothing that a rotation would save.
-    assert ring_seconds("rotation", 1, 8, 32) == pytest.approx(
-        ring_seconds("ring", 1, 8, 32)
-    )
+    assert ring_seconds("rotation", 1, 8, 32) == pytest.approx(ring_seconds("ring", 1, 8, 32))
 
 
 @pytest.mark.parametrize(("cards", "wanted"), [(1, {"ring", "rotation"}), (8, {"ring"})])
