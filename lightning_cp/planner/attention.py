@@ -166,7 +166,11 @@ def _ring_nodes(case: PlanCase) -> Nodes | None:
     if not case.crosses_nodes(Axis.RING):
         return None
     mesh, devices = case.choice.mesh, case.devices_per_node
-    return Nodes(devices, case.job.machine.cards(devices), mesh.ulysses * mesh.tp)
+    stride = mesh.ulysses * mesh.tp
+    ranks = stride * mesh.ring
+    # Where rings do not fill nodes, one that begins late in a node goes beyond it.
+    first = max(start % devices for start in range(0, mesh.devices, ranks))
+    return Nodes(devices, case.job.machine.cards(devices), stride, first)
 
 
 @lru_cache(maxsize=4096)

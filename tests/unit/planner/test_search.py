@@ -516,3 +516,14 @@ def test_the_planner_chooses_a_rotation() -> None:
         search(replace(asked, machine=MACHINES["h100"]), limits).plans[0].case.choice.exchange
         == "ring"
     )
+
+
+def test_rings_that_do_not_fill_nodes_go_beyond_them() -> None:
+    """Four rings of 6 over nodes of 8: the first one is within a node, the second one is not."""
+    asked = job(devices=24, seq_len=24576, global_batch=4)
+    across, within = (
+        attention_cost(PlanCase(replace(asked, devices=mesh.devices), TrainingMethod(mesh)), None)
+        for mesh in (MeshSizes(dp_shard=4, ring=6), MeshSizes(ring=6))
+    )
+    assert within.over_ring.forward == within.computing.forward
+    assert across.over_ring.forward > 1.5 * across.computing.forward
