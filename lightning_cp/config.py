@@ -124,7 +124,8 @@ class AttentionSettings:
     exchange: str = setting(
         "ring",
         "movement of keys and values on the ring axis: `ring` (hop by hop, only those that another rank "
-        "needs), `all_gather` (all at once), or `ring_flash_attn` (by the package of that name, where it "
+        "needs), `rotation` (all of them, from each rank to the next one: for nodes with few network "
+        "cards), `all_gather` (all at once), or `ring_flash_attn` (by the package of that name, where it "
         "is exact).",
         choices=EXCHANGES,
         guide="kernels.md",

@@ -18,11 +18,13 @@ from lightning_cp.attention.ulysses import GradientsToTokens, q_to_heads, q_to_t
 
 FORWARD = {
     "ring": ring_forward,
+    "rotation": ring_forward,
     "all_gather": gather_forward,
     "ring_flash_attn": ring_flash_attn_forward,
 }
 BACKWARD = {
     "ring": ring_backward,
+    "rotation": ring_backward,
     "all_gather": gather_backward,
     "ring_flash_attn": ring_flash_attn_backward,
 }
@@ -49,7 +51,8 @@ class ContextParallelAttention(torch.autograd.Function):
               dkv [T,B,2k,D] -> dk, dv [B,L,K,D]         with dq; separate if summed in a wider dtype
     ========  =========================================  ==============================================
 
-    With ``exchange="all_gather"`` the three lines of hops are, for some K/V heads at a time:
+    With ``exchange="rotation"`` hops send to r+1 and receive from r-1, and dkv of a hop include the previous
+    ranks' sums. With ``exchange="all_gather"`` the three lines of hops are, for some K/V heads at a time:
 
     ========  =========================================  ==============================================
     forward   kv [T,B,2k,D] -> [R*T,B,2k,D]              all-gather over ring

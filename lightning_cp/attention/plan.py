@@ -25,7 +25,7 @@ from lightning_cp.layout import (
     gathered_schedule,
     schedule,
 )
-from lightning_cp.layout.exchange import Exchange
+from lightning_cp.layout.exchange import Exchange, ring_hops
 from lightning_cp.mesh import ContextParallelMesh
 
 DEFAULT_EXCHANGE = Exchange()
@@ -70,7 +70,12 @@ class AttentionPlan:
     @cached_property
     def hops(self) -> tuple[Hop, ...]:
         """Work of this ring rank on the keys of each ring rank, its own first."""
-        return self.schedule.rank(self.mesh.ring_rank).hops
+        return ring_hops(self.schedule, self.mesh.ring_rank, self.exchange.name)
+
+    @property
+    def rotates(self) -> bool:
+        """True if keys go around the ring from rank to rank, and the sums of their gradients too."""
+        return self.exchange.name == "rotation"
 
     @property
     def gathered(self) -> GatheredSchedule:

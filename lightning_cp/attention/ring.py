@@ -3,9 +3,11 @@
 At hop h this rank attends to the keys of ring rank ``r - h``. Hop h+1's keys are posted *before* hop
 h is computed, so that communication hides behind compute, in forward and in backward; in backward
 the gradients of hop h's keys are posted right after they are computed, and arrive during hop h+1.
-Only the key ranges that some tile touches travel, directly from their owner. Partial outputs merge
-by log-sum-exp; each tile's backward uses the *merged* out and lse, which is exact
-(Dao 2022, arXiv 2205.14135, appendix B; Liu et al. 2023, arXiv 2310.01889).
+Only the key ranges that some tile touches travel, directly from their owner. In a *rotation* all keys
+travel, from each rank to the next one, followed by the sum of their gradients: of a node, only one rank
+sends to another node, which suits few network cards. Partial outputs merge by log-sum-exp; each
+tile's backward uses the *merged* out and lse, which is exact (Dao 2022, arXiv 2205.14135, appendix B;
+Liu et al. 2023, arXiv 2310.01889).
 """
 
 from __future__ import annotations
@@ -118,24 +120,27 @@ class _KeyExchange:
         if self._pending is not None:
             with profile_range("hop {} keys wait", hop.index):
                 arrived = self._pending.wait()
-        hops = self._plan.hops
-        self._pending = self._post(hops[hop.index + 1]) if hop.index + 1 < len(hops) else None
-        if hop.index == 0:
-            return self._own, hop.tiles
         keys = self._own if arrived is None else replace(self._own, tensors=(arrived,))
-        return keys, hop.packed_tiles
+        hops = self._plan.hops
+        sent = keys if self._plan.rotates else self._own
+        self._pending = self._post(hops[hop.index + 1], sent) if hop.index + 1 < len(hops) else None
+        return keys, hop.packed_tiles if hop.index else hop.tiles
 
-    def _post(self, hop: Hop) -> Transfer:
+    def _post(self, hop: Hop, keys: Keys) -> Transfer:
         shape = (hop.num_received, *self._own.pair_shape[1:]) if hop.recv else None
         group = self._plan.mesh.group(Axis.RING)
         with profile_range("copies"):
-            sent = self._own.message(hop.send) if hop.send else None
+            sent = keys.message(hop.send) if hop.send else None
         with profile_range("hop {} keys post", hop.index):
             return start_transfer(sent, hop.dest, shape, hop.source, self._own.tensors[0], group)
 
 
 class _GradientExchange:
-    """Transfers of the gradients of other ranks' keys home, and of this rank's keys here."""
+    """Transfers of the gradients of other ranks' keys home, and of this rank's keys here.
+
+    In a rotation what arrives belongs to the keys of the next hop, and goes on with their gradients; at the
+    end it belongs to this rank's keys.
+    """
 
     def __init__(self, own: KeyGradientSums, plan: AttentionPlan) -> None:
         self._own = own
@@ -144,30 +149,35 @@ class _GradientExchange:
         self._pending: tuple[Transfer, Hop] | None = None
 
     def send(self, hop: Hop, gradients: KeyGradientSums) -> None:
-        """Send the gradients of hop's keys to their owner; add those received for the previous hop."""
-        self.finish()
+        """Send the gradients of hop's keys on; add those received for the previous hop."""
+        if self._plan.rotates:
+            gradients.message()  # before others' sums are added: they are as wide
+        self._receive(gradients if self._plan.rotates else self._own)
+        to, source = (hop.dest, hop.source) if self._plan.rotates else (hop.source, hop.dest)
         shape = (hop.num_sent, *gradients.shape_of_key) if hop.send else None
         with profile_range("copies"):
             sent = gradients.message() if hop.recv else None
-        to = (shape, hop.dest, self._like, self._plan.mesh.group(Axis.RING))
+        back = (shape, source, self._like, self._plan.mesh.group(Axis.RING))
         with profile_range("hop {} gradients post", hop.index):
-            transfer = start_transfer(sent, hop.source, *to)
+            transfer = start_transfer(sent, to, *back)
         self._pending = (transfer, hop)
 
     def finish(self) -> KeyGradientSums:
-        """Add received gradients to those of this rank's keys, and return these."""
+        """Return the gradients of this rank's keys."""
+        self._receive(self._own)
+        return self._own
+
+    def _receive(self, gradients: KeyGradientSums) -> None:
+        """Add what was received, if anything was."""
         if self._pending is None:
-            return self._own
+            return
         transfer, hop = self._pending
         self._pending = None
         with profile_range("hop {} gradients wait", hop.index):
             received = transfer.wait()
         if received is not None:
             with profile_range("copies"):
-                self._add(received, hop)
-        return self._own
-
-    def _add(self, received: torch.Tensor, hop: Hop) -> None:
-        sizes = [end - start for start, end in hop.send]
-        for (start, _), part in zip(hop.send, received.split_with_sizes(sizes), strict=True):
-            self._own.add(start, part)
+                sizes = [end - start for start, end in hop.send]
+                parts = received.split_with_sizes(sizes)
+                for (start, _), part in zip(hop.send, parts, strict=True):
+                    gradients.add(start, part)

@@ -48,6 +48,8 @@ class MachineInfo:
     backend: str
     cuda_device_max_connections: str | None
     """The environment variable: it changes how NCCL and kernels share a GPU."""
+    network_cards: int | None = None
+    """Of a node; ``None``: not known."""
 
     @property
     def headline(self) -> str:
@@ -80,6 +82,7 @@ def this_machine(settings: BenchSettings) -> MachineInfo:
         _nccl() if on_cuda else None,
         dist.get_backend(),
         os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") if on_cuda else None,
+        network_cards(),
     )
 
 
@@ -100,6 +103,11 @@ def _cpu() -> str:
     lines = file.read_text().splitlines() if file.is_file() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, "") or platform.processor() or platform.machine()
+
+
+def network_cards(folder: Path = Path("/sys/class/infiniband")) -> int | None:
+    """Count the network cards for RDMA, which NCCL uses; ``None`` if there is none."""
+    return len(list(folder.iterdir())) or None if folder.is_dir() else None
 
 
 def _memory() -> int:
@@ -123,6 +131,7 @@ def hardware_of(machine: MachineInfo, found: Mapping[str, Sequence[Any]]) -> Har
         compute_rates(found.get("compute", ())),
         overhead_rates(found.get("overheads", ())),
         kernel_crossovers(found.get("kernels", ())),
+        machine.network_cards,
     )
 
 

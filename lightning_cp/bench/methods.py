@@ -169,8 +169,9 @@ class ContextParallelMethod:
             heads = ", all heads at once" if self.kv_heads_per_gather is None else ""
             return f"zigzag_llama3{sizes} {'/'.join(passes)}{heads}{given}"
         if self.ulysses > 1:
-            return f"hybrid {self.ulysses}x{self.ring}{given}"
-        return f"{self.layout or 'zigzag'} ring"
+            rotation = " rotation" * (self.exchange == "rotation")
+            return f"hybrid {self.ulysses}x{self.ring}{rotation}{given}"
+        return f"{self.layout or 'zigzag'} {self.exchange}"
 
     def obstacle(self, case: AttentionCase) -> str | None:
         """Return a message if the heads do not split, else ``None``."""

@@ -29,7 +29,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.layout.exchange import GatheredCall, GatheredSchedule, gathered_schedule
+from lightning_cp.layout.exchange import (
+    GatheredCall,
+    GatheredSchedule,
+    gathered_schedule,
+    ring_hops,
+)
 from lightning_cp.layout.heads import HeadBlock, HeadSplit
 from lightning_cp.layout.sequence import SequenceLayout
 from lightning_cp.layout.tiles import ALL_ROWS, Hop, Schedule, Tile, num_keys
@@ -150,7 +155,7 @@ def attention_memory(
         head_dim: entries per head of q and k.
         itemsize: bytes per entry of q, k and v.
         accumulate_itemsize: bytes per entry of accumulated results and gradients (4, or 8 for float64).
-        exchange: ``ring`` or ``all_gather``.
+        exchange: ``ring``, ``rotation`` or ``all_gather``.
         kv_heads_per_gather: of ``all_gather``.
         forward_execution: of ``all_gather``.
         backward_execution: of ``all_gather``.
@@ -167,10 +172,11 @@ def attention_memory(
         *(heads.local_heads, heads.num_local_kv(ulysses_rank), one_width),
     )
     tokens = plan.layout.ring_len
-    if exchange == "ring":
+    if exchange in ("ring", "rotation"):
         (block,) = heads.blocks(ulysses_rank)
-        hops, paired = plan.rank(ring_rank).hops, heads.ulysses_size > 1
-        inside = _ring_peaks(hops, sizes.of_block(block), tokens, paired=paired)
+        hops, paired = ring_hops(plan, ring_rank, exchange), heads.ulysses_size > 1
+        rotates = exchange == "rotation"
+        inside = _ring_peaks(hops, sizes.of_block(block), tokens, paired=paired, rotates=rotates)
         wide = plan.layout.ring_size > 1
         found = sizes.q(tokens, wide=wide) + sizes.kv(tokens, wide=wide)
     elif exchange == "all_gather":
@@ -193,7 +199,7 @@ def attention_memory(
 
 
 def _ring_peaks(
-    hops: Sequence[Hop], sizes: AttentionSizes, tokens: int, *, paired: bool
+    hops: Sequence[Hop], sizes: AttentionSizes, tokens: int, *, paired: bool, rotates: bool
 ) -> tuple[int, int]:
     """Peaks over all hops and the final rounding; ``paired``: K and V are one tensor from the start."""
     forward: list[int] = []
@@ -203,8 +209,10 @@ def _ring_peaks(
     for hop, after in pairwise([*hops, None]):
         assert hop is not None
         before = hops[hop.index - 1] if hop.index else None
-        posted = _transfer_buffers(after, sizes, paired=paired)
+        passed_on = rotates and before is not None  # what arrived is sent from where it is
+        posted = _transfer_buffers(after, sizes, paired=paired or passed_on)
         queries, used = _call_sizes(hop.tiles, sizes.batch, tokens)
+        used = max(used, rotates * _received_keys(hop))  # the kernel is given all keys
         kernel = sizes.for_kernel(queries, used, backward=True)
         result = sizes.result(queries) + sizes.for_kernel(queries, used)
         # The results of a single first call are the sums until there are others.
@@ -218,7 +226,8 @@ def _ring_peaks(
         )
         forward.append(accumulator + keys + result)
         backward.append(gradients + keys + flying + sizes.q(queries) + kernel)
-        backward.append(gradients + posted + message + kernel)
+        kept = keys - posted + flying if rotates else 0  # keys are sent on; others' sums are added
+        backward.append(gradients + posted + kept + message + kernel)
     if len(hops) > 1:
         forward.append(accumulator + sizes.kv(_received_keys(hops[-1])) + rounded)
         # The first gradients that arrive widen this rank's: those of K, then those of V.

@@ -1,24 +1,26 @@
 """The cost of one attention call, and the messages and bytes it sends, from the schedule's integers.
 
-The unit of cost is the time in which a rank computes one attended (query, key) pair, all heads together.
-During the compute of hop h the keys of hop h+1 travel (``attention/ring.py``), so a rank takes
-
-    sum over hops h of max(pairs of hop h, key * keys that it receives or sends for hop h+1)
-
-plus ``hop`` for every hop at which it exchanges anything; the call takes as long as its slowest rank.
+The unit of cost is the time in which a rank computes one attended (query, key) pair, all heads together. The
+call takes as long as its slowest rank, by the order in which ``attention/ring.py`` posts, awaits and computes
+(:mod:`lightning_cp.layout.streams`).
 """
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
 from operator import add
 from typing import NamedTuple
 
 import numpy as np
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.layout.documents import Ints
+from lightning_cp.layout.exchange import ring_hops
 from lightning_cp.layout.heads import HeadSplit
-from lightning_cp.layout.tiles import Schedule
+from lightning_cp.layout.nodes import Nodes
+from lightning_cp.layout.streams import GRADIENTS, KEYS, Messages, elapsed, ring_order
+from lightning_cp.layout.tiles import Hop, Schedule
 
 
 class HeadCounts(NamedTuple):
@@ -56,11 +58,22 @@ class CostModel:
 
     Args:
         key: pairs computed in the time that one token's key and value take to travel.
-        hop: pairs computed in the time that a message and a kernel launch take: 20 microseconds.
+        hop: pairs computed in the time that a message and a kernel launch take: 20 microseconds. Computing
+            waits as long at every hop.
+        latency: pairs computed while a message of no bytes is under way, which computing may hide.
+        gradient: pairs computed in the time that the gradients of one token's key and value take.
+        near: how many times faster links within nodes are, where ``nodes`` are known.
+        nodes: places of the ranks; ``None``: all links are alike.
+        rotates: all keys go around the ring, instead of needed ones to who needs them.
     """
 
     key: int = 3000
     hop: int = 732_000
+    latency: int = 0
+    gradient: int = 0
+    near: float = 1.0
+    nodes: Nodes | None = None
+    rotates: bool = False
 
     @classmethod
     def in_node(cls) -> CostModel:
@@ -109,35 +122,40 @@ class CostModel:
         # A key has 2 * kv_heads * head_dim entries, a pair 4 * heads * head_dim flops; the time of a hop does
         # not depend on its heads.
         usual = DEFAULT_HEADS
-        key = self.key * (heads.kv * usual.query) / (heads.query * usual.kv)
-        hop = self.hop * (usual.query * usual.dim) / (heads.query * heads.dim)
-        return CostModel(round(key), round(hop))
+        of_key = (heads.kv * usual.query) / (heads.query * usual.kv)
+        of_hop = (usual.query * usual.dim) / (heads.query * heads.dim)
+        return replace(
+            self,
+            key=round(self.key * of_key),
+            gradient=round(self.gradient * of_key),
+            hop=round(self.hop * of_hop),
+            latency=round(self.latency * of_hop),
+        )
 
-    def cost(self, plan: Schedule) -> int:
-        """Predict the time of the slowest rank, in attended pairs."""
-        compute, moved = _by_hop(plan.pairs), _keys_moved(plan)
-        moved[:, 0] = 0  # a rank's own keys are local
-        busy = np.maximum(compute, self.key * np.roll(moved, -1, axis=1)).sum(axis=1)
-        return int((busy + self.hop * (moved > 0).sum(axis=1)).max())
+    def cost(self, plan: Schedule, *, backward: bool = False) -> int:
+        """Predict the time of the slowest rank in one pass, in attended pairs."""
+        size = plan.layout.ring_size
+        rank, hop = np.ogrid[:size, :size]
+        source, dest = (rank - hop) % size, (rank + hop) % size
+        taken, sent = plan.keys[rank, source], plan.keys[dest, rank]
+        home = source
+        if self.rotates:
+            taken = sent = np.full_like(taken, plan.layout.ring_len)
+            home = dest = np.broadcast_to((rank + 1) % size, dest.shape)
+        rows = plan.documents.num_rows * (hop > 0)  # a rank's own keys are local
+        messages = {KEYS: self._messages(sent * rows, dest, self.key)}
+        if backward:
+            messages[GRADIENTS] = self._messages(taken * rows, home, self.gradient)
+        moves = np.maximum(taken, sent) * rows > 0
+        computes = plan.pairs[rank, source] + self.hop * moves
+        return int(elapsed(ring_order(size, backward=backward), computes, messages).max())
 
-
-def _keys_moved(plan: Schedule) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """``[rank, hop]``: the larger of keys received and keys sent, for every row of the batch."""
-    received = _by_hop(plan.keys)
-    # Rank r sends at hop h what rank r + h receives then.
-    size = plan.layout.ring_size
-    rank, hop = np.ogrid[:size, :size]
-    sent = plan.keys[(rank + hop) % size, rank]
-    return np.maximum(received, sent) * plan.documents.num_rows
-
-
-def _by_hop(
-    table: np.ndarray[tuple[int, ...], np.dtype[np.int64]],
-) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """``[rank, hop]`` from ``[query rank, key rank]``: hop h uses the keys of rank r - h."""
-    size = table.shape[0]
-    rank, hop = np.ogrid[:size, :size]
-    return table[rank, (rank - hop) % size]
+    def _messages(self, sent: Ints, dest: Ints, price: int) -> Messages:
+        """Return the transfers of keys, or of their gradients, at a price for each."""
+        times = price * sent
+        if self.nodes is not None:
+            times = self.nodes.times(sent, dest, near=round(price / self.near), far=price)
+        return Messages(times + self.latency * (sent > 0), dest)
 
 
 @dataclass(frozen=True)
@@ -210,7 +228,7 @@ def attention_traffic(
         head_dim: entries per head of q and k.
         itemsize: bytes per entry of q, k and v.
         accumulate_itemsize: bytes per entry of accumulated gradients (4, or 8 for float64).
-        exchange: ``ring`` or ``all_gather``.
+        exchange: ``ring``, ``rotation`` or ``all_gather``.
         kv_heads_per_gather: of ``all_gather``.
         value_dim: entries per head of v; by default ``head_dim``.
 
@@ -220,8 +238,9 @@ def attention_traffic(
     ring_rank, ulysses_rank = divmod(cp_rank, heads.ulysses_size)
     pair = batch * (head_dim + (head_dim if value_dim is None else value_dim))
     per_key = heads.num_local_kv(ulysses_rank) * pair
-    if exchange == "ring":
-        over_ring = _ring(plan, ring_rank, per_key, itemsize, accumulate_itemsize)
+    if exchange in ("ring", "rotation"):
+        hops = ring_hops(plan, ring_rank, exchange)
+        over_ring = _ring(hops, per_key, itemsize, accumulate_itemsize)
     elif exchange != "all_gather":
         raise ConfigError(
             f"what exchange={exchange!r} sends is another library's, and not counted. "
@@ -246,14 +265,13 @@ def attention_traffic(
 
 
 def _ring(
-    plan: Schedule, ring_rank: int, per_key: int, itemsize: int, accumulate_itemsize: int
+    hops: Sequence[Hop], per_key: int, itemsize: int, accumulate_itemsize: int
 ) -> tuple[Traffic, Traffic]:
     """Traffic of a ring: K and V in forward; K and V again, and their returning gradients, in backward."""
-    rank = plan.rank(ring_rank)
-    sends = sum(1 for hop in rank.hops[1:] if hop.send)
-    returns = sum(1 for hop in rank.hops[1:] if hop.recv)
-    keys = rank.keys_sent * per_key * itemsize
-    gradients = rank.keys_received * per_key * accumulate_itemsize
+    sends = sum(1 for hop in hops[1:] if hop.send)
+    returns = sum(1 for hop in hops[1:] if hop.recv)
+    keys = sum(hop.num_sent for hop in hops[1:]) * per_key * itemsize
+    gradients = sum(hop.num_received for hop in hops[1:]) * per_key * accumulate_itemsize
     return (
         Traffic(p2p_messages=sends, p2p_bytes=keys),
         Traffic(p2p_messages=sends + returns, p2p_bytes=keys + gradients),

@@ -1,4 +1,4 @@
-"""The exchange of keys over the ring axis (``Exchange``), and the schedule of an all-gather.
+"""The exchange of keys over the ring axis (``Exchange``), and the schedules of a rotation and an all-gather.
 
 Gathered keys lie in rank order (all of ring rank 0, then all of rank 1, ...). In *sequence order* (global
 positions) the keys that a chunk of queries sees lie between two positions, so that one kernel call with one
@@ -7,7 +7,7 @@ slice serves it: a causal tile then extends from the first key of a document to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
@@ -22,10 +22,29 @@ from lightning_cp.layout.tile_arrays import (
     pair_pieces,
     trim_to_visible,
 )
-from lightning_cp.layout.tiles import ALL_ROWS, Ranges, Schedule, Tile, coalesce, tiles_by_source
+from lightning_cp.layout.tiles import (
+    ALL_ROWS,
+    Hop,
+    Ranges,
+    Schedule,
+    Tile,
+    coalesce,
+    tiles_by_source,
+)
 
 Execution = Literal["two_kernel", "fused"]
 EXECUTIONS: tuple[str, ...] = get_args(Execution)
+
+
+@lru_cache(maxsize=256)
+def ring_hops(plan: Schedule, ring_rank: int, exchange: str) -> tuple[Hop, ...]:
+    """Return the hops of a rank; in a ``rotation`` all keys go around, from each rank to the next one."""
+    own, *hops = plan.rank(ring_rank).hops
+    if exchange != "rotation":
+        return own, *hops
+    size, whole = plan.layout.ring_size, ((0, plan.layout.ring_len),)
+    neighbours = {"source": (ring_rank - 1) % size, "dest": (ring_rank + 1) % size}
+    return own, *(replace(hop, **neighbours, recv=whole, send=whole) for hop in hops)
 
 
 class GatheredCall(NamedTuple):
@@ -112,7 +131,7 @@ def _rank_order(layout: SequenceLayout) -> Ranges:
     return tuple(zip(places[first].tolist(), (places[first] + total).tolist(), strict=True))
 
 
-EXCHANGES = ("ring", "all_gather", "ring_flash_attn")
+EXCHANGES = ("ring", "rotation", "all_gather", "ring_flash_attn")
 
 _USE_ALL_GATHER = (
     "Use exchange='all_gather' (mode='zigzag_llama3' of the strategies), or leave the setting out."
@@ -124,8 +143,9 @@ class Exchange:
     """The exchange of keys over the ring axis, and the execution of attention to gathered keys.
 
     Args:
-        name: ``ring`` sends needed keys from rank to rank, hop by hop; ``all_gather`` gathers all keys
-            once; ``ring_flash_attn`` delegates the ring to the package of that name.
+        name: ``ring`` sends needed keys from their owner, hop by hop; ``rotation`` sends all keys on from
+            each rank to the next one; ``all_gather`` gathers them once; ``ring_flash_attn`` delegates the
+            ring to the package of that name.
         forward: of ``all_gather``: ``two_kernel`` (one kernel call per chunk of queries, least memory) or
             ``fused`` (one call, with copies of the keys that several chunks see).
         backward: likewise.

@@ -22,6 +22,8 @@ from lightning_cp.layout import (
     schedule,
 )
 from lightning_cp.layout.axes import Axis
+from lightning_cp.layout.nodes import Nodes
+from lightning_cp.layout.streams import GRADIENTS, KEYS, Messages, elapsed, gather_order
 from lightning_cp.layout.tiles import Tile
 from lightning_cp.planner.job import PlanCase
 from lightning_cp.planner.machines import TileRate
@@ -127,8 +129,13 @@ class AttentionCostInputs:
     tiles: tuple[TileRate, ...]
     """Measured rates of tiles, which take precedence."""
     ring_link: float
+    """Bytes per second of a device; between nodes, of a network card."""
     ulysses_link: float
     latency: float
+    near: float = 1.0
+    """How many times faster links within a node are."""
+    nodes: Nodes | None = None
+    """Places of the ring's ranks; ``None``: within a node."""
 
 
 def attention_cost(case: PlanCase, window: int | None) -> AttentionCost:
@@ -138,15 +145,32 @@ def attention_cost(case: PlanCase, window: int | None) -> AttentionCost:
         case: the job and the choice.
         window: keys that a query sees; ``None``: all before it.
     """
-    job, machine = case.job, case.job.timed
+    job, machine, nodes = case.job, case.job.timed, _ring_nodes(case)
     ring, ulysses = (
         machine.link(crosses=case.crosses_nodes(axis)) for axis in (Axis.RING, Axis.ULYSSES)
     )
+    near = machine.node_link / ring
+    if nodes is not None and case.choice.exchange == "all_gather":
+        ring /= max(1.0, nodes.stride / nodes.cards)  # of neighbouring rings, one rank each sends
+    if case.crosses_nodes(Axis.ULYSSES):
+        ulysses *= machine.cards(case.devices_per_node) / case.devices_per_node
     rates = (machine.attention_forward, machine.attention_backward)
-    links = (ring, ulysses, machine.latency)
+    links = (ring, ulysses, machine.latency, near, nodes)
     dims = (job.model.head_dim, job.model.value_dim)
     sizes = (case.heads, *dims, job.compute_itemsize, case.choice.exchange)
     return call_cost(AttentionCostInputs(case.layout, window, *sizes, rates, machine.tiles, *links))
+
+
+def _ring_nodes(case: PlanCase) -> Nodes | None:
+    """Return the places of a ring's ranks, if it goes beyond a node."""
+    if not case.crosses_nodes(Axis.RING):
+        return None
+    mesh, devices = case.choice.mesh, case.devices_per_node
+    stride = mesh.ulysses * mesh.tp
+    ranks = stride * mesh.ring
+    # Where rings do not fill nodes, one that begins late in a node goes beyond it.
+    first = max(start % devices for start in range(0, mesh.devices, ranks))
+    return Nodes(devices, case.job.machine.cards(devices), stride, first)
 
 
 @lru_cache(maxsize=4096)
@@ -202,25 +226,45 @@ def _ring_seconds(
 ) -> float:
     """Return the seconds of compute and key exchange over the ring axis on the slowest rank."""
     if call.exchange == "all_gather" and call.layout.ring_size > 1:
-        computing = max(plan.work) / pairs_per_second
-        calls = sent.all_gather_calls + sent.reduce_scatter_calls
-        moved = sent.all_gather_bytes + sent.reduce_scatter_bytes
-        moving = moved / call.ring_link + calls * call.latency
-        # A block of heads is gathered during the compute of the previous one; the first one is not hidden.
-        return max(computing, moving) + moving / max(calls, 1)
+        return _gather_seconds(call, plan, sent, pairs_per_second, backward=backward)
     kv_heads = max(map(call.heads.num_local_kv, range(call.heads.ulysses_size)))
-    numbers = kv_heads * (call.head_dim + call.value_dim)
-    per_key = numbers * call.itemsize + (numbers * ACCUMULATE_ITEMSIZE if backward else 0)
-    messages = 2 if backward else 1
-    key = round(per_key / call.ring_link * pairs_per_second)
-    hop = round(messages * call.latency * pairs_per_second)
-    return _slowest_cost(plan, key, hop) / pairs_per_second
+    per_byte = kv_heads * (call.head_dim + call.value_dim) / call.ring_link * pairs_per_second
+    model = CostModel(
+        round(call.itemsize * per_byte),
+        hop=0,  # launches are far ahead of a GPU
+        latency=round(call.latency * pairs_per_second),
+        gradient=round(ACCUMULATE_ITEMSIZE * per_byte),
+        near=call.near,
+        nodes=call.nodes,
+        rotates=call.exchange == "rotation",
+    )
+    return _ring_cost(model, plan, backward) / pairs_per_second
 
 
 @lru_cache(maxsize=1024)
-def _slowest_cost(plan: Schedule, key: int, hop: int) -> int:
-    return CostModel(key, hop).cost(plan)
+def _ring_cost(model: CostModel, plan: Schedule, backward: bool) -> int:
+    return model.cost(plan, backward=backward)
+
+
+def _gather_seconds(
+    call: AttentionCostInputs,
+    plan: Schedule,
+    sent: Traffic,
+    pairs_per_second: float,
+    *,
+    backward: bool,
+) -> float:
+    """Return the seconds of a pass that gathers all keys, a block of heads at a time."""
+    blocks, ones = sent.all_gather_calls, np.ones((len(plan.work), sent.all_gather_calls))
+    computes = np.array(plan.work)[:, None] * ones / (blocks * pairs_per_second)
+
+    def messages(nbytes: int) -> Messages:
+        return Messages(ones * (nbytes / blocks / call.ring_link + call.latency))
+
+    loads = {KEYS: messages(sent.all_gather_bytes), GRADIENTS: messages(sent.reduce_scatter_bytes)}
+    return float(elapsed(gather_order(blocks, backward=backward), computes, loads).max())
 
 
 def _ulysses_seconds(sent: Traffic, link: float, latency: float) -> float:
+    """Return the seconds of the Ulysses exchanges: a rank computes nothing between their posts and waits."""
     return sent.all_to_all_bytes / link + sent.all_to_all_calls * latency

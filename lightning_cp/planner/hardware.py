@@ -132,6 +132,8 @@ class Hardware:
     compute: tuple[ComputeRate, ...] = ()
     overheads: tuple[OverheadRate, ...] = ()
     crossovers: tuple[KernelCrossover, ...] = ()
+    network_cards: int | None = None
+    """Network cards of a node; ``None``: one for each device."""
 
     def __post_init__(self) -> None:
         for part in (self, *(part for name in LISTS for part in getattr(self, name))):
@@ -265,7 +267,13 @@ def _list(given: Mapping[str, Any], name: str, file: Path | str) -> list[tuple[A
 def _parse(kind: type[T], given: Mapping[str, Any], where: str) -> T:
     """Make an object from its fields; ignores unknown fields of later versions."""
     number = (int, float)
-    kinds = {"str": str, "int": int, "float": number, "float | None": (*number, NoneType)}
+    kinds = {
+        "str": str,
+        "int": int,
+        "float": number,
+        "int | None": (int, NoneType),
+        "float | None": (*number, NoneType),
+    }
     values: dict[str, Any] = {}
     for field in fields(kind):
         if field.name not in given and field.default is not MISSING:

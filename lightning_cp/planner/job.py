@@ -145,7 +145,7 @@ class TrainingMethod:
     mesh: MeshSizes
     engine: str = "fsdp"
     exchange: str = "ring"
-    """``ring`` or ``all_gather``."""
+    """``ring``, ``rotation`` or ``all_gather``."""
     checkpointing: str = "none"
     """``none``, ``blocks`` or ``keep_attention``."""
     offload: bool = False

@@ -9,7 +9,7 @@ from the ``hardware.json`` of ``python -m lightning_cp.bench``.
 * matrix products: 0.65 of the peak, large ones in bfloat16.
 * float32: data sheets' figures without TF32, PyTorch's default (SXM; HGX for B200). The same fractions of the
   peak as in bfloat16 are assumed: no benchmark is known.
-* links: 0.8 of the bandwidth of one direction of NVLink or of a device's network card.
+* links: 0.8 of the bandwidth of one direction of NVLink or of a network card, of which every device has one.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Machine:
     memory: int
     """Bytes of one device."""
     reserve: int
-    """Bytes that tensors cannot use: the context, communicators' buffers, fragments."""
+    """Bytes that neither tensors nor communicators use: the context, fragments."""
     devices_per_node: int
     peak_flops: float
     """Peak of the data sheet in bfloat16: the denominator of MFU."""
@@ -88,7 +88,9 @@ class Machine:
     node_link: float
     """Bytes per second that a device sends within a node, while it receives as many."""
     net_link: float
-    """Bytes per second that a device sends between nodes."""
+    """Bytes per second that a network card sends between nodes."""
+    network_cards: int = 0
+    """Network cards of a node; 0: one for each device."""
     latency: float = 20e-6
     """Seconds of a message and the launch that follows."""
     host_memory: int = 0
@@ -131,6 +133,15 @@ class Machine:
             attention_backward=share * self.attention_backward,
         )
 
+    @property
+    def has_nccl(self) -> bool:
+        """True for GPUs."""
+        return not self.is_cpu and self.name != "tpu_v4"
+
+    def cards(self, devices: int) -> int:
+        """Return the network cards that a node of so many devices uses."""
+        return min(self.network_cards or devices, devices)
+
     def link(self, *, crosses: bool) -> float:
         """Return the bytes per second of a group that spans nodes (``crosses``), or does not."""
         return self.net_link if crosses else self.node_link
@@ -140,7 +151,7 @@ def _hopper(name: str, gib: int, bandwidth: float) -> Machine:
     return Machine(
         name,
         memory=gib * GIB,
-        reserve=4 * GIB,
+        reserve=3 * GIB,
         devices_per_node=8,
         peak_flops=989 * TERA,
         float32_flops=67 * TERA,
@@ -161,7 +172,7 @@ MACHINES: dict[str, Machine] = {
     "a100": Machine(
         "a100",
         memory=79 * GIB,
-        reserve=4 * GIB,
+        reserve=3 * GIB,
         devices_per_node=8,
         peak_flops=312 * TERA,
         float32_flops=19.5 * TERA,
@@ -177,7 +188,7 @@ MACHINES: dict[str, Machine] = {
     "b200": Machine(
         "b200",
         memory=178 * GIB,
-        reserve=5 * GIB,
+        reserve=4 * GIB,
         devices_per_node=8,
         peak_flops=2250 * TERA,
         float32_flops=75 * TERA,
@@ -285,6 +296,7 @@ def machine_of_hardware(
         loss_bandwidth=compute.loss_gigabytes_per_second * GIGA,
         optimizer_bandwidth=compute.optimizer_gigabytes_per_second * GIGA,
         sending=_send_costs(hardware),
+        network_cards=hardware.network_cards or 0,
     )
     return _with_overheads(machine, hardware)
 

@@ -27,6 +27,7 @@ from lightning_cp.planner.activations import (
     uses_pytorch_loss,
 )
 from lightning_cp.planner.attention import AttentionCost
+from lightning_cp.planner.communicators import communicator_bytes
 from lightning_cp.planner.job import OPTIMIZERS, PlanCase
 from lightning_cp.planner.machines import GIB
 from lightning_cp.planner.model import Model, Parameter, Shape
@@ -39,7 +40,7 @@ from lightning_cp.planner.state import ModelShapes, StateBytes, UnitBytes, state
 #
 # Moments do not count: accumulated gradients of earlier sequences; autocast, which saves more than
 # ``mixed_precision``; logits that the caller still refers to; operators' internal temporaries, the
-# allocator's rounding and fragmentation, buffers of communication libraries.
+# allocator's rounding and fragmentation.
 
 ENGINES = ("ddp", "fsdp", "hsdp", "zero1")
 
@@ -268,6 +269,8 @@ class Memory:
     """The moment of the peak of a step."""
     accumulated: int
     """Whole gradients of earlier sequences."""
+    communicators: int
+    """Buffers of NCCL."""
     reserve: int
     capacity: int
     loading: int
@@ -290,6 +293,7 @@ class Memory:
             "optimizer's temporaries": now.temporaries,
             "attention buffers": now.attention,
             "logits and loss": now.loss,
+            "communicators": self.communicators,
         }
 
     @property
@@ -334,6 +338,7 @@ def memory_between_steps(case: PlanCase) -> Memory:
         state.optimizer if job.trains else 0,
         MemoryMoment("between steps"),
         0,
+        0,
         machine.reserve,
         machine.memory,
         state.parameters + largest,
@@ -353,9 +358,19 @@ def memory_of(case: PlanCase, attention: Mapping[int | None, AttentionCost]) -> 
     if not case.job.machine.is_cpu:  # ``foreach``: a tensor for each parameter at once
         stepping = replace(stepping, temporaries=held.parameters)
     moment = max(peak_moment(step), stepping, key=lambda one: one.total)
-    kept = saved_per_layer(step) * step.tokens * len(case.job.model.layers)
-    host = kept if case.choice.offload else 0
-    return replace(held, moment=moment, accumulated=_accumulated(case), host=host)
+    host = _pinned_bytes(step) * len(case.job.model.layers) if case.choice.offload else 0
+    buffers = communicator_bytes(case)
+    return replace(
+        held, moment=moment, accumulated=_accumulated(case), communicators=buffers, host=host
+    )
+
+
+def _pinned_bytes(step: RankStep) -> int:
+    """Return the host memory of a layer's offloaded tensors; pinned blocks are powers of two in PyTorch."""
+    sizes = [step.of_features]
+    if step.keeps_attention:
+        sizes += [step.of_out, step.of_lse]
+    return sum(1 << (size * step.tokens - 1).bit_length() for size in sizes)
 
 
 def _accumulated(case: PlanCase) -> int:

@@ -101,7 +101,7 @@ def training_methods(
         yield TrainingMethod(mesh, engine)
         return
     alone, shared = mesh.cp == 1, mesh.tp > 1
-    exchanges = _choices(limits.exchange, ("ring", "all_gather") if mesh.ring > 1 else ("ring",))
+    exchanges = _choices(limits.exchange, _exchanges(job, mesh, limits))
     kept = [one for one in CHECKPOINTING if not (alone and one == "keep_attention")]
     for checkpointing, exchange in product(_choices(limits.checkpointing, kept), exchanges):
         waits = checkpointing != "none" and job.machine.host_memory > 0
@@ -118,6 +118,16 @@ def training_methods(
                 CHUNK_TOKENS if chunks else 0,
                 TILE_TOKENS if tiles else 0,
             )
+
+
+def _exchanges(job: Job, mesh: MeshSizes, limits: Limits) -> tuple[str, ...]:
+    """Return the exchanges of a mesh: a rotation sends more, and only helps where devices share cards."""
+    if mesh.ring == 1:
+        return ("ring",)
+    devices = devices_per_node(mesh.devices, job.machine.devices_per_node)
+    shares = job.machine.cards(devices) < devices and mesh.crosses_nodes(Axis.RING, devices)
+    rotation = ("rotation",) if shares or limits.exchange == "rotation" else ()
+    return "ring", *rotation, "all_gather"
 
 
 def _choices(wanted: T | None, possible: Sequence[T]) -> Sequence[T]:

@@ -109,7 +109,7 @@ def _pairs(plan: AttentionPlan, q_BLHD: torch.Tensor) -> int:
 
 def _tiles(plan: AttentionPlan, execution: str) -> int:
     """Return this rank's tiles in one pass of one call."""
-    if plan.exchange.name == "ring":
+    if plan.exchange.name != "all_gather":
         return sum(len(hop.tiles) for hop in plan.hops)
     calls = sum(len(call.tiles) for call in plan.gathered.calls(execution))
     return calls * len(plan.blocks(plan.exchange.kv_heads_per_gather))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 
 from torch import nn
@@ -230,6 +231,8 @@ class MeshBuilder:
             self.cost = CostModel.gathered()
         elif ranks_per_node is not None and ranks_per_node % (cp_size * tp_size) == 0:
             self.cost = CostModel.in_node()
+        if self._settings.attention_exchange.name == "rotation":
+            self.cost = replace(self.cost, rotates=True)
         if cp_size == 1:
             factors = Factors(1, 1, "one rank per sample")
         else:

@@ -99,8 +99,9 @@ class ContextParallelStrategy:
         num_heads: query heads, for a mesh that is made before the model, or for a model that does not
             declare them.
         exchange: movement of keys and values on the ring axis: ``ring`` (hop by hop, only those that
-            another rank needs), ``all_gather`` (all at once), or ``ring_flash_attn`` (by the package of
-            that name, where it is exact).
+            another rank needs), ``rotation`` (all of them, from each rank to the next one: for nodes with
+            few network cards), ``all_gather`` (all at once), or ``ring_flash_attn`` (by the package of that
+            name, where it is exact).
         forward_execution: forward with gathered keys: ``two_kernel`` (one kernel call per chunk of queries,
             with the least memory) or ``fused`` (one call, with copies of the keys that several chunks see).
         backward_execution: the same for backward.

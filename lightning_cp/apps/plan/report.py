@@ -134,7 +134,10 @@ def advice(case: PlanCase) -> Iterator[str]:
             beyond = (
                 f"{axis.value} of {mesh.size(axis)} goes beyond nodes of {case.devices_per_node}"
             )
-            yield f"{beyond}: its messages take the slower link"
+            cards = job.machine.cards(each)
+            noun = f"network card{'s' * (cards > 1)}"
+            shared = f", and {each} devices share {cards} {noun}" if cards < each else ""
+            yield f"{beyond}: its messages take the slower link{shared}"
     sent = sum(map(heads.num_local_kv, range(heads.ulysses_size))) / heads.num_kv_heads
     if sent > 1:
         above = f"ulysses of {mesh.ulysses} is above {heads.num_kv_heads} K/V heads"
@@ -190,7 +193,8 @@ def summary(found: SearchResult, show: int) -> str:
 
 def settings_of(choice: TrainingMethod) -> str:
     """Return the settings that differ from their defaults, by the strategy's names."""
-    given = [] if choice.checkpointing == "none" else [choice.checkpointing]
+    given = ["rotation"] if choice.exchange == "rotation" else []
+    given += [] if choice.checkpointing == "none" else [choice.checkpointing]
     given += ["offload"] * choice.offload
     given += ["chunked_loss"] * bool(choice.chunked_loss) + ["tiled_mlp"] * bool(choice.tiled_mlp)
     return ", ".join(given) or "-"

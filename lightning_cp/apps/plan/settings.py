@@ -90,6 +90,7 @@ def job_of(config: Mapping[str, Any], name: str) -> Job:
     shown = str(wanted.get("model_type")) if name == "config_json" else name
     numbers = (config["devices"], config["seq_len"], config["global_batch"])
     machine = machine_of(config["hardware"], config.get("reserve_gib"), config["precision"])
+    machine = _with_cards(machine, config.get("network_cards"))
     return Job(
         model_from(wanted, shown), machine, *numbers, config["precision"], config["optimizer"]
     )
@@ -157,6 +158,17 @@ def machine_of(given: object, reserve_gib: object = None, precision: object = No
     return replace(machine, reserve=round(reserve_gib * GIB))
 
 
+def _with_cards(machine: Machine, cards: object) -> Machine:
+    if cards is None:
+        return machine
+    if type(cards) is not int or cards < 1:
+        raise ConfigError(
+            f"network_cards must be an integer of at least 1, or null, got {cards!r}. "
+            "It is the number of network cards of a node."
+        )
+    return replace(machine, network_cards=cards)
+
+
 def limits_of(config: Mapping[str, Any]) -> Limits:
     """Return the settings that the plan must have.
 
@@ -181,7 +193,7 @@ def limits_of(config: Mapping[str, Any]) -> Limits:
             )
     names: dict[str, tuple[object, ...]] = {
         "engine": ENGINES,
-        "exchange": ("ring", "all_gather"),
+        "exchange": ("ring", "rotation", "all_gather"),
         "checkpointing": CHECKPOINTING,
         "offload": (True, False),
         "chunked_loss": (True, False),

@@ -179,6 +179,8 @@ class Grid:
             return f"ulysses {self.ulysses}"
         size = f"{self.ring}" if self.ulysses == 1 else f"{self.ring}x{self.ulysses}"
         dealt = f" {self.chunks}" if self.chunks else ""
+        if self.exchange.name == "rotation":
+            return f"rotation {size} {self.kind}{dealt}"
         if self.exchange.name == "ring":
             return f"{self.mode} {size} {self.kind}{dealt}"
         how = self.exchange
@@ -210,6 +212,16 @@ GATHERS: tuple[Grid, ...] = (
 )
 """zigzag_llama3 in all four combinations of execution; sorted by world size."""
 
+ROTATION = Exchange("rotation")
+ROTATIONS: tuple[Grid, ...] = (
+    Grid(3, exchange=ROTATION),
+    Grid(4, kind="contiguous", exchange=ROTATION),
+    Grid(4, kind="balanced", chunks=4, exchange=ROTATION),
+    Grid(2, 2, exchange=ROTATION),
+    Grid(4, 2, exchange=ROTATION),
+)
+"""Rings in which all keys go around; sorted by world size."""
+
 RINGS: tuple[Grid, ...] = (
     Grid(1, 2),
     Grid(2),
@@ -235,11 +247,14 @@ RINGS: tuple[Grid, ...] = (
     Grid(4, 2),
     Grid(4, 2, kind="contiguous"),
 )
-GRIDS: tuple[Grid, ...] = tuple(sorted((*RINGS, *GATHERS), key=lambda grid: grid.world_size))
+GRIDS: tuple[Grid, ...] = tuple(
+    sorted((*RINGS, *ROTATIONS, *GATHERS), key=lambda grid: grid.world_size)
+)
 """Sorted by world size: another size makes the ranks regroup."""
 
 QUICK = {str(grid) for grid in GRIDS if grid.world_size < 4} | {
     "ring 4 zigzag",
+    "rotation 4 contiguous",
     "ulysses 4",
     "hybrid 2x2 zigzag",
     "gather 2x2 zigzag two_kernel/two_kernel 1",

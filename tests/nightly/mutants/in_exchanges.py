@@ -37,8 +37,8 @@ EXCHANGE_MUTANTS = (
     Mutant(
         "gradients of keys stay abroad",
         RING,
-        "self._own.add(start, part)",
-        "self._own.add(start, torch.zeros_like(part))",
+        "gradients.add(start, part)",
+        "gradients.add(start, torch.zeros_like(part))",
         (RING_2,),
         "The loss is right; keys learn from local queries only.",
     ),

@@ -49,5 +49,15 @@ def layout(name: str) -> str:
     return f"tests/unit/layout/test_{name}"
 
 
+def planner(name: str) -> str:
+    """A test of ``tests/unit/planner``: ``file::test``."""
+    return f"tests/unit/planner/test_{name}"
+
+
+def streams(cell: str) -> str:
+    """The order of the attention code's posts, waits and computes, and its time: a test, with its cell."""
+    return f"tests/unit/attention/test_streams.py::test_{cell}"
+
+
 COVER = layout("tiles.py::test_tiles_cover_each_visible_pair_once")
 DESCRIPTIONS = layout("documents.py::test_packed_descriptions_agree")

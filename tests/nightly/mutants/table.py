@@ -25,6 +25,7 @@ from tests.nightly.mutants.in_loading import LOADING_MUTANTS
 from tests.nightly.mutants.in_models import MODEL_MUTANTS
 from tests.nightly.mutants.in_muon import MUON_MUTANTS
 from tests.nightly.mutants.in_resume import RESUME_MUTANTS
+from tests.nightly.mutants.in_streams import STREAM_MUTANTS
 from tests.nightly.mutants.in_tensor_parallel import TENSOR_PARALLEL_MUTANTS
 from tests.nightly.mutants.in_triton import TRITON_MUTANTS
 from tests.nightly.mutants.in_votes import VOTE_MUTANTS
@@ -33,6 +34,7 @@ from tests.nightly.mutants.mutant import Mutant
 EVERY = (
     *LAYOUT_MUTANTS,
     *EXCHANGE_MUTANTS,
+    *STREAM_MUTANTS,
     *KERNEL_MUTANTS,
     *VOTE_MUTANTS,
     *RESUME_MUTANTS,

@@ -124,6 +124,7 @@ BY_BOTH = {str(grid) for grid in GRIDS if grid.world_size < 4} | {
     "gather 2 zigzag two_kernel/two_kernel 1-aten",
     "gather 2 zigzag fused/fused 2-aten",
     "ring 3 zigzag-aten",
+    "rotation 3 zigzag-aten",
     "hybrid 2x2 zigzag-aten",
 )
 @pytest.mark.parametrize(

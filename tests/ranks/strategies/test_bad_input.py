@@ -119,7 +119,7 @@ def fit(
         ({"xyz": 5}, r"unknown argument\(s\) xyz\. Settings of this strategy"),
         (
             {"exchange": "mail"},
-            "exchange must be one of ring, all_gather, ring_flash_attn, got 'mail'",
+            "exchange must be one of ring, rotation, all_gather, ring_flash_attn, got 'mail'",
         ),
         (
             {"forward_execution": "one"},

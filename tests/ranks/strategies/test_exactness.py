@@ -117,7 +117,14 @@ def test_twenty_steps_equal_one_process(
     compare(results, want, MODELS[model])
 
 
-GATHERED: list[Sizes] = [
+EXCHANGED: list[Sizes] = [
+    {"exchange": "rotation", "ring_size": 4, "ulysses_size": 1},
+    {
+        "exchange": "rotation",
+        "ring_size": 2,
+        "ulysses_size": 2,
+        "activation_checkpointing": "keep_attention",
+    },
     {"mode": "zigzag_llama3"},
     {"mode": "zigzag_llama3", "forward_execution": "fused", "kv_heads_per_gather": None},
     {"mode": "zigzag_llama3", "ulysses_size": 2, "backward_execution": "fused"},
@@ -129,8 +136,8 @@ GATHERED: list[Sizes] = [
 @pytest.mark.parametrize(
     "packed", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["dense", "packed"]
 )
-@pytest.mark.parametrize("settings", GATHERED, ids=str)
-def test_gathered_keys_equal_one_process(settings: Sizes, packed: bool) -> None:
+@pytest.mark.parametrize("settings", EXCHANGED, ids=str)
+def test_other_exchanges_equal_one_process(settings: Sizes, packed: bool) -> None:
     run = Run(packed=packed, clip=1.0)
     results = run_ranks(4, execute, replace(run, strategy=tuple(settings.items())), timeout=120)
     compare(results, baseline(run), 1e-10)

@@ -61,12 +61,20 @@ def test_packed_rows_equal_one_process(layout: str, ring: int, ulysses: int) -> 
 
 
 @pytest.mark.nightly
-def test_gathered_keys_take_the_evenest_layout() -> None:
-    """All keys travel anyway: what is dear in a ring, which would take another one, costs nothing."""
-    settings = {"mode": "zigzag_llama3", "layout": "auto"}
+@pytest.mark.parametrize(
+    ("exchange", "kinds"),
+    [
+        ({"mode": "zigzag_llama3"}, {"balanced"}),
+        ({"mode": "ring", "exchange": "rotation"}, {"balanced", "zigzag"}),
+    ],
+    ids=str,
+)
+def test_keys_that_all_travel_take_even_layouts(exchange: dict[str, str], kinds: set[str]) -> None:
+    """What is dear in a ring, which would take another one, costs nothing, or the same in every layout."""
+    settings = {**exchange, "layout": "auto"}
     run = replace(PACKED, strategy=tuple(settings.items()))  # type: ignore[arg-type]
     found = run_ranks(4, executed, run, (10_000, 10**9), timeout=120)
-    assert {name.split()[0] for name in found[0].layouts} == {"balanced"}
+    assert {name.split()[0] for name in found[0].layouts} == kinds
     compare(found, baseline(PACKED), MODELS["plain-float64"])
 
 

@@ -27,8 +27,10 @@ CASES = {
 }
 WAYS = context_parallel_methods(RANKS, KV_HEADS)
 FEW = (*WAYS[:4], WAYS[-1])
+WAYS = [*WAYS, *(ContextParallelMethod(u, RANKS // u, "rotation") for u in (1, 2))]
 QUICK = [(name, way) for name in ("shared heads", "float32") for way in FEW]
 QUICK += [("many heads", way) for way in (WAYS[1], WAYS[3])]
+QUICK += [("float32", way) for way in WAYS[-2:]]
 CELLS = [
     pytest.param(
         *(case, way),
@@ -49,6 +51,7 @@ SLACK = 1.25
     "shared heads, ulysses 1",
     "float32, ulysses 1",
     "float32, zigzag ring 1",
+    "float32, zigzag rotation 1",
     "float32, zigzag_llama3 fused/fused, all heads at once None",
 )
 @pytest.mark.parametrize(("case", "way"), CELLS)

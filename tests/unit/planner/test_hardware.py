@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_cp.bench.hardware_json import kernel_crossovers, kernel_rates, link_rates
+from lightning_cp.bench.hardware_json import (
+    kernel_crossovers,
+    kernel_rates,
+    link_rates,
+    network_cards,
+)
 from lightning_cp.bench.kernels import KernelRow
 from lightning_cp.bench.links import LinkRow
 from lightning_cp.errors import ConfigError
@@ -47,6 +52,28 @@ def test_fields_of_later_versions_are_left_out(tmp_path: Path) -> None:
     given["links"][0]["jitter"] = given["color"] = 1
     file.write_text(json.dumps(given))
     assert Hardware.load(file) == HARDWARE
+
+
+def test_network_cards_are_of_later_versions(tmp_path: Path) -> None:
+    file = tmp_path / "hardware.json"
+    replace(HARDWARE, network_cards=2).save(file)
+    assert Hardware.load(file).network_cards == 2
+    given = json.loads(file.read_text())
+    del given["network_cards"]
+    file.write_text(json.dumps(given))
+    assert Hardware.load(file) == HARDWARE
+    for wrong in (0, 1.5, "one"):
+        file.write_text(json.dumps(given | {"network_cards": wrong}))
+        with pytest.raises(ConfigError, match=r"network_cards .*must be"):
+            Hardware.load(file)
+
+
+def test_cards_are_counted_where_linux_lists_them(tmp_path: Path) -> None:
+    assert network_cards(tmp_path / "none") is None
+    assert network_cards(tmp_path) is None
+    for name in ("mlx5_0", "mlx5_1"):
+        (tmp_path / name).mkdir()
+    assert network_cards(tmp_path) == 2
 
 
 @pytest.mark.parametrize(

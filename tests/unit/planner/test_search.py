@@ -473,3 +473,57 @@ def test_more_tokens_than_positions_are_told() -> None:
     for length, told in ((4096, 0), (8192, 1)):
         case = PlanCase(job(model=few, seq_len=length), TrainingMethod(MeshSizes(ring=16)))
         assert sum("4,096 positions" in line for line in advice(case)) == told
+
+
+def ring_seconds(exchange: str, cards: int, ulysses: int = 1, devices: int = 16) -> float:
+    """Seconds of waiting for the ring in a step over nodes of 8."""
+    machine = replace(MACHINES["h100"], network_cards=cards)
+    asked = job(machine=machine, devices=devices, seq_len=65536, global_batch=1)
+    choice = TrainingMethod(MeshSizes(ring=devices // ulysses, ulysses=ulysses), exchange=exchange)
+    case = PlanCase(asked, choice)
+    return step_seconds(case, {None: attention_cost(case, None)}).ring
+
+
+def test_cards_that_devices_share_slow_direct_sends_down() -> None:
+    """At hop 8 of 16 all of a node's ranks send to the other node, in a rotation only one of them."""
+    assert ring_seconds("ring", 0) == ring_seconds("ring", 8)
+    assert ring_seconds("ring", 1) > 6 * ring_seconds("ring", 8)
+    assert ring_seconds("rotation", 1) == pytest.approx(ring_seconds("rotation", 8))
+    assert ring_seconds("rotation", 1) < 1.1 * ring_seconds("ring", 8)
+    # Around Ulysses of 8 a node has one rank of each of 8 rings: there is nothing that a rotation would save.
+    assert ring_seconds("rotation", 1, 8, 32) == pytest.approx(ring_seconds("ring", 1, 8, 32))
+
+
+@pytest.mark.parametrize(("cards", "wanted"), [(1, {"ring", "rotation"}), (8, {"ring"})])
+def test_a_rotation_is_tried_where_devices_share_cards(cards: int, wanted: set[str]) -> None:
+    machine = replace(MACHINES["h100"], network_cards=cards)
+    asked, mesh = job(machine=machine, devices=16, global_batch=1), MeshSizes(ring=16)
+    found = {method.exchange for method in training_methods(asked, mesh, "fsdp", FREE)}
+    assert found == wanted | {"all_gather"}
+    asked_for = replace(FREE, exchange="rotation")
+    found = {method.exchange for method in training_methods(asked, mesh, "fsdp", asked_for)}
+    assert found == {"rotation"}
+
+
+def test_the_planner_chooses_a_rotation() -> None:
+    asked = job(machine=replace(MACHINES["h100"], network_cards=1), devices=16, global_batch=1)
+    limits = Limits({Axis.RING: 16}, engine="fsdp")
+    best = search(asked, limits).plans[0].case
+    assert best.choice.exchange == "rotation"
+    assert strategy_settings(best)["exchange"] == "rotation"
+    assert any("8 devices share 1 network card" in line for line in advice(best))
+    assert (
+        search(replace(asked, machine=MACHINES["h100"]), limits).plans[0].case.choice.exchange
+        == "ring"
+    )
+
+
+def test_rings_that_do_not_fill_nodes_go_beyond_them() -> None:
+    """Four rings of 6 over nodes of 8: the first one is within a node, the second one is not."""
+    asked = job(devices=24, seq_len=24576, global_batch=4)
+    across, within = (
+        attention_cost(PlanCase(replace(asked, devices=mesh.devices), TrainingMethod(mesh)), None)
+        for mesh in (MeshSizes(dp_shard=4, ring=6), MeshSizes(ring=6))
+    )
+    assert within.over_ring.forward == within.computing.forward
+    assert across.over_ring.forward > 1.5 * across.computing.forward

@@ -69,6 +69,13 @@ def test_every_hardware(hardware: str) -> None:
     assert job.machine.reserve == 1.5 * GIB
 
 
+def test_network_cards_of_a_node() -> None:
+    machine = job_of(config("network_cards=2"), "llama3_8b").machine
+    assert [machine.cards(devices) for devices in (8, 2, 1)] == [2, 2, 1]
+    machine = job_of(config(), "llama3_8b").machine
+    assert [machine.cards(devices) for devices in (8, 1)] == [8, 1], "one for each device"
+
+
 def test_the_experiment_of_a_million_tokens() -> None:
     job = job_of(config("experiment=plan_405b_1m"), "llama3_405b")
     assert (job.devices, job.seq_len, job.global_batch) == (1024, 1 << 20, 16)
@@ -80,6 +87,8 @@ def test_the_experiment_of_a_million_tokens() -> None:
     [
         (["hardware=h1000"], r"hardware must be one of h100, .*got 'h1000', which is no file"),
         (["reserve_gib=-1"], "reserve_gib must be a number of at least 0"),
+        (["network_cards=0"], "network_cards must be an integer of at least 1, or null, got 0"),
+        (["network_cards=1.5"], "network_cards must be an integer of at least 1, or null"),
         (["devices=0"], "devices must be an integer of at least 1, got 0"),
         (["precision=fp8"], "precision must be one of bf16-mixed"),
         (["model=config_json", "model.network.config=/nowhere"], "cannot be read"),
