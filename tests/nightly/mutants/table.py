@@ -2,8 +2,7 @@
 
 Left out because nothing can tell them from the code as it is: a ring that sends keys without
 ``contiguous()`` (what pairs K and V is contiguous, and so is what an all-to-all brings), and kernels
-that do not replace the lse of queries without keys in backward (tiles of a schedule have none). Left
-out because ranks wait for each other forever, which shows at once: keys used without waiting for them.
+that do not replace the lse of queries without keys in backward (tiles of a schedule have none).
 """
 
 from __future__ import annotations
