@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from lightning_cp.kernels.triton.launch import is_installed
 from tests.nightly.mutants.in_checkpoints import CHECKPOINT_MUTANTS
+from tests.nightly.mutants.in_devices import DEVICE_MUTANTS
 from tests.nightly.mutants.in_engines import ENGINE_MUTANTS
 from tests.nightly.mutants.in_exchanges import EXCHANGE_MUTANTS
 from tests.nightly.mutants.in_faults import FAULT_MUTANTS
@@ -43,6 +44,7 @@ EVERY = (
     *ENGINE_MUTANTS,
     *MODEL_MUTANTS,
     *MUON_MUTANTS,
+    *DEVICE_MUTANTS,
     *(TRITON_MUTANTS if is_installed() else ()),  # without Triton their tests are skipped
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}
