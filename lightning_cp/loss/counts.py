@@ -199,7 +199,11 @@ class TargetCounts:
         self.beside_other_terms = bool(means.counts) and means.other_terms
         for count in means.counts if is_probe or not means.other_terms else ():
             of_mean = torch.as_tensor(count)
-            self._pairs.append((of_mean, torch.as_tensor(weighted).to(of_mean.device)))
+            if not isinstance(
+                weighted, torch.Tensor
+            ):  # without a copy, for which the host would wait
+                weighted = torch.full((), weighted, device=of_mean.device)
+            self._pairs.append((of_mean, weighted.to(of_mean.device)))
 
     def equal_rows(self, rows: int) -> bool:
         """True if each count that differs from its weight is the number of rows."""

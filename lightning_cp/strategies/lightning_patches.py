@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
@@ -91,6 +92,15 @@ def keep_samplers(trainer: Trainer) -> None:
     connector: Any = trainer._accelerator_connector
     assert hasattr(connector, "use_distributed_sampler")  # Lightning's own, and private
     connector.use_distributed_sampler = False
+
+
+def has_device_transforms(trainer: Trainer) -> bool:
+    """True if the module or its data module changes how batches travel to the device, or arrive there."""
+    hooks = trainer._data_connector._datahook_selector
+    return hooks is not None and any(
+        is_overridden(name, hooks.get_instance(name))
+        for name in ("transfer_batch_to_device", "on_after_batch_transfer")
+    )
 
 
 def call_after_toggling(patches: PatchSet, module: Any, act: Callable[[], object]) -> None:

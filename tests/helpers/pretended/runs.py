@@ -57,6 +57,8 @@ class Cell:
     resumes: bool = False
     """Save after the first step, and continue in another Trainer."""
     accumulate: int = 1
+    moves: bool = True
+    """Fabric's loaders move whole batches to the device, which is its default."""
     more: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -297,7 +299,9 @@ def _by_fabric(world_size: int, cell: Cell, batches: list[Any]) -> tuple[Any, Ou
     model, optimizer = setup
     module.model = model
     shown: list[torch.Tensor] = []
-    loader: Any = fabric.setup_dataloaders(_loader(batches), use_distributed_sampler=False)
+    loader: Any = fabric.setup_dataloaders(
+        _loader(batches), use_distributed_sampler=False, move_to_device=cell.moves
+    )
     for index, batch in enumerate(loader):
         _begin_phase(cell, index)
         last = index % cell.accumulate == cell.accumulate - 1

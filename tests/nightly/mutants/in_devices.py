@@ -6,6 +6,9 @@ from tests.nightly.mutants.mutant import Mutant
 
 RING = "lightning_cp/attention/ring.py"
 WAITS = "tests/ranks/pretended/test_waits.py::test_waits_of_a_micro_batch[trainer]"
+TRANSFERS = (
+    "tests/ranks/pretended/test_transfers.py::test_transforms_see_whole_batches_where_they_saw_them"
+)
 RUNS = "tests/ranks/pretended/test_training.py::test_losses_and_weights_are_those_of_one_cpu"
 
 DEVICE_MUTANTS = (
@@ -24,5 +27,29 @@ DEVICE_MUTANTS = (
         'self.dtype, self.device = dtype, torch.device("cpu")',
         (f"{RUNS}[ddp ring dense trainer]",),
         "The first backward on a GPU raises; on a CPU nothing shows.",
+    ),
+    Mutant(
+        "parts of batches in pageable memory",
+        "lightning_cp/utils/tensors.py",
+        "x = x.pin_memory()",
+        "pass",
+        (WAITS,),
+        "Right, but each copy to the device waits for all that was queued before it.",
+    ),
+    Mutant(
+        "transforms on the device are left out",
+        "lightning_cp/strategies/lightning_patches.py",
+        "return hooks is not None and any(",
+        "return hooks is None and any(",
+        (f"{TRANSFERS}[after-cuda]",),
+        "A user's on_after_batch_transfer is never called, and the model trains on other inputs.",
+    ),
+    Mutant(
+        "whole batches travel to the device",
+        "lightning_cp/strategies/trainer.py",
+        "if not self._shards_on_host(batch):",
+        "if True:",
+        (f"{TRANSFERS}[plain-]",),
+        "Right, with cp times the bytes, and a batch that the host reads back from the device.",
     ),
 )
