@@ -46,7 +46,7 @@ from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.randomness.token_draws import TokenDraws, describe_difference
 from lightning_cp.utils.containers import ROOT, map_tensors, memory_of, tensors_of
 from lightning_cp.utils.labels import IGNORED_LABEL
-from lightning_cp.utils.tensors import to_device
+from lightning_cp.utils.tensors import start_to_host, to_device
 
 
 @dataclass
@@ -234,7 +234,7 @@ class CountedBatch:
         told: Mapping[str, torch.Tensor],
         mask: torch.Tensor | None,
     ) -> CountedBatch:
-        copies, event = _to_host({**told, **({} if mask is None else {_MASK_KEY: mask})})
+        copies, event = start_to_host({**told, **({} if mask is None else {_MASK_KEY: mask})})
         mask = copies.pop(_MASK_KEY, None)
         return cls(rows, seq_len, known, DeclaredDocuments(copies), mask, event)
 
@@ -258,18 +258,6 @@ class CountedBatch:
             return int((self.mask != 0).sum()) * (self.rows // self.mask.shape[0])
         covered = sum(int((row[:, 1] - row[:, 0]).sum()) for row in self.documents.rows)
         return covered * (self.rows if self.documents.num_rows == 1 else 1)
-
-
-def _to_host(
-    tensors: Mapping[str, torch.Tensor],
-) -> tuple[dict[str, torch.Tensor], torch.cuda.Event | None]:
-    """Return copies, which a step cannot change, and the event of their completion."""
-    copies = {n: x.detach().to("cpu", non_blocking=True, copy=True) for n, x in tensors.items()}
-    if not any(x.is_cuda for x in tensors.values()):
-        return copies, None
-    event = torch.cuda.Event()
-    event.record()
-    return copies, event
 
 
 _EMPTY = 2**24

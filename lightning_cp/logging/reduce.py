@@ -9,7 +9,7 @@ counts: a rank that did not log them counted nothing.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ from lightning_cp.comm.reduce import all_sum
 from lightning_cp.layout.axes import Flat
 from lightning_cp.loss.averages import Options
 from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.utils.tensors import start_to_host, to_list
 from lightning_cp.utils.tracing import profile_range
 
 _log = logging.getLogger(__name__)
@@ -240,6 +241,37 @@ class _SharedCall:
     mismatches: Sequence[bool] = ()
     """One flag for each ``Mismatch``, if there is evidence."""
 
+    @property
+    def is_plain_mean(self) -> bool:
+        """True if ranks computed a mean alike: it is shown without a look at the values."""
+        return self.kind in MEANS and not self.looks
+
+
+@dataclass(frozen=True)
+class _NanFlags:
+    """Flags of a mean, on their way to the host."""
+
+    name: str
+    where: str
+    shares: Sequence[float]
+    """Weight of each rank."""
+    flags: torch.Tensor
+    """bool [1 + ranks], on the host: ranks have different values, and which of them have NaN."""
+    event: torch.cuda.Event | None
+    """Of their arrival."""
+
+    @property
+    def has_arrived(self) -> bool:
+        """True if reading makes nobody wait."""
+        return self.event is None or self.event.query()
+
+    def read(self) -> list[bool]:
+        """Return the ranks with NaN that count; waits until the flags have arrived."""
+        if self.event is not None and not self.event.query():
+            self.event.synchronize()
+        differs, *nan = to_list(self.flags)
+        return [differs and x and y > 0 for x, y in zip(nan, self.shares, strict=True)]
+
 
 class StepLog:
     """The log calls since the last exchange between ranks.
@@ -256,6 +288,7 @@ class StepLog:
         self._join = join
         self._warned: set[str] = set()
         self._doubted: set[tuple[Mismatch, str]] = set()
+        self._unread: deque[_NanFlags] = deque()
         self.drop()
 
     def open(self) -> None:
@@ -290,6 +323,7 @@ class StepLog:
         calls, is_open = self._calls, self.is_open
         self.drop()
         self.is_open = is_open
+        self._read_flags(wait=not of_a_batch)
         mesh = ranks.mesh
         flat = Flat.LOSS if together and mesh.data_size > 1 else Flat.CP
         own = [(call.key, call.kind.value, call.where, call.name, call.options) for call in calls]
@@ -340,13 +374,17 @@ class StepLog:
             doubted: the mismatches to warn of.
         """
         shared = _exchange(calls, lists, mesh, evidence_of, losses)
-        _compare(shared)
+        waits = shares is None or losses is not None
+        _compare([each for each in shared if waits or not each.is_plain_mean])
+        if shares is not None and not waits:
+            self._start_flags([each for each in shared if each.is_plain_mean], shares)
         doubtful = [each for each in shared if each.looks and (each.differs or any(each.nan))]
         self._doubt(doubtful, calls, doubted)
         for each in shared:
             call, row, nan = each.call, each.rows[0], each.nan
             if each.differs and shares is not None and call.kind in MEANS and not each.is_loss:
-                self._warn_of_nan(call, [x and y > 0 for x, y in zip(nan, shares, strict=True)])
+                held = [x and y > 0 for x, y in zip(nan, shares, strict=True)]
+                self._warn_of_nan(call.name, call.where, held)
             if each.kind in MEANS and shares is not None:
                 own = losses.shares_by(each.rows[-1]) if losses and each.differs else shares
                 if own is None:
@@ -370,12 +408,31 @@ class StepLog:
             names = [each.call.name for each in apart]
             self._warn_once(apart[0].call, Mismatch.STEP, names, apart[0].rows[1])
 
-    def _warn_of_nan(self, call: LogCall, nan: list[bool]) -> None:
+    def _start_flags(self, means: list[_SharedCall], shares: Sequence[float]) -> None:
+        """Start to copy the flags of plain means to the host, which are for a warning only."""
+        flags = {
+            str(at): _differs_and_nan(each.rows[0])
+            for at, each in enumerate(means)
+            if not each.is_loss and each.call.name not in self._warned
+        }
+        copies, event = start_to_host(flags)
+        for at, copy in copies.items():
+            call = means[int(at)].call
+            self._unread.append(_NanFlags(call.name, call.where, shares, copy, event))
+        self._read_flags(wait=False)
+
+    def _read_flags(self, *, wait: bool) -> None:
+        """Warn by the flags that have arrived, or by all of them."""
+        while self._unread and (wait or self._unread[0].has_arrived):
+            found = self._unread.popleft()
+            self._warn_of_nan(found.name, found.where, found.read())
+
+    def _warn_of_nan(self, name: str, where: str, nan: Sequence[bool]) -> None:
         """Warn of NaN on some ranks only: these probably averaged over nothing."""
-        if any(nan) and call.name not in self._warned:
-            self._warned.add(call.name)
+        if any(nan) and name not in self._warned:
+            self._warned.add(name)
             ranks = ", ".join(str(rank) for rank, held in enumerate(nan) if held)
-            self._warn(_NAN.format(name=call.name, where=call.where, ranks=ranks))
+            self._warn(_NAN.format(name=name, where=where, ranks=ranks))
 
     def _warn_of_counts(self, call: LogCall) -> None:
         """Warn of a value that equals none of the losses, in a step that declared several counts."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,18 @@ def to_device(x: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     if from_host and x.layout is torch.strided and not x.is_nested:
         x = x.pin_memory()  # pageable memory would make the host wait
     return x.to(device, non_blocking=from_host)
+
+
+def start_to_host(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], torch.cuda.Event | None]:
+    """Return copies, which later changes do not reach, and the event of their completion; does not wait."""
+    copies = {n: x.detach().to("cpu", non_blocking=True, copy=True) for n, x in tensors.items()}
+    if not any(x.is_cuda for x in tensors.values()):
+        return copies, None
+    event = torch.cuda.Event()
+    event.record()
+    return copies, event
 
 
 vector_norm: Callable[..., torch.Tensor] = torch.linalg.vector_norm

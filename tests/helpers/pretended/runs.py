@@ -11,6 +11,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -57,6 +58,8 @@ class Cell:
     resumes: bool = False
     """Save after the first step, and continue in another Trainer."""
     accumulate: int = 1
+    value_looks: int = 8
+    """Batches whose logged values are compared with the losses."""
     moves: bool = True
     """Fabric's loaders move whole batches to the device, which is its default."""
     more: tuple[tuple[str, Any], ...] = ()
@@ -161,6 +164,8 @@ def execute(rank: int, world_size: int, cell: Cell) -> Outcome:
             device = stack.enter_context(PretendedDevice(rank).use())
         if cell.flash:
             stack.enter_context(cuda_operators_on_cpu())
+        looks = mock.patch("lightning_cp.runtime.records._VALUE_LOOKS", cell.value_looks)
+        stack.enter_context(looks)
         train = _by_trainer if cell.driver == "trainer" else _by_fabric
         module, outcome = train(world_size, cell, batches)
         outcome.weights = {

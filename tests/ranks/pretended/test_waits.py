@@ -36,6 +36,7 @@ ON_DEVICE = {
 HOST: dict[str, Any] = {"driver": "fabric", "moves": False, "flash": True}
 CELLS: dict[str, tuple[Cell, dict[str, int]]] = {
     "trainer": (Cell("ddp", flash=True), {**OF_STEP, **OF_LOG}),
+    "trainer, later": (Cell("fsdp", "ulysses", flash=True, value_looks=1), OF_STEP),
     "trainer, packed": (Cell("fsdp", "hybrid", "packed", flash=True), {**OF_STEP, **OF_LOG}),
     "fabric": (Cell("zero1", "zigzag_llama3", **HOST), {**OF_STEP, **OF_CLIP}),
     "fabric, packed": (Cell("ddp", "ulysses", "packed", **HOST), {**OF_STEP, **OF_DDP_CLIP}),
@@ -54,7 +55,7 @@ def waits_by_file(outcome: Outcome, phase: str) -> dict[str, int]:
     return dict(found)
 
 
-@pytest.mark.quick("trainer")
+@pytest.mark.quick("trainer", "trainer, later")
 @pytest.mark.parametrize("name", CELLS)
 def test_waits_of_a_micro_batch(name: str) -> None:
     cell, wanted = CELLS[name]
