@@ -9,7 +9,7 @@ counts: a rank that did not log them counted nothing.
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ from lightning_cp.comm.all_gather import all_gather
 from lightning_cp.comm.consensus import all_equal_sum, check_gathered, gather_facts, raise_on_all
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.layout.axes import Flat
+from lightning_cp.logging.nan import NanWarnings
 from lightning_cp.loss.averages import Options
 from lightning_cp.mesh import ContextParallelMesh
-from lightning_cp.utils.tensors import start_to_host, to_list
 from lightning_cp.utils.tracing import profile_range
 
 _log = logging.getLogger(__name__)
@@ -247,32 +247,6 @@ class _SharedCall:
         return self.kind in MEANS and not self.looks
 
 
-@dataclass(frozen=True)
-class _NanFlags:
-    """Flags of a mean, on their way to the host."""
-
-    name: str
-    where: str
-    shares: Sequence[float]
-    """Weight of each rank."""
-    flags: torch.Tensor
-    """bool [1 + ranks], on the host: ranks have different values, and which of them have NaN."""
-    event: torch.cuda.Event | None
-    """Of their arrival."""
-
-    @property
-    def has_arrived(self) -> bool:
-        """True if reading makes nobody wait."""
-        return self.event is None or self.event.query()
-
-    def read(self) -> list[bool]:
-        """Return the ranks with NaN that count; waits until the flags have arrived."""
-        if self.event is not None and not self.event.query():
-            self.event.synchronize()
-        differs, *nan = to_list(self.flags)
-        return [differs and x and y > 0 for x, y in zip(nan, self.shares, strict=True)]
-
-
 class StepLog:
     """The log calls since the last exchange between ranks.
 
@@ -288,7 +262,7 @@ class StepLog:
         self._join = join
         self._warned: set[str] = set()
         self._doubted: set[tuple[Mismatch, str]] = set()
-        self._unread: deque[_NanFlags] = deque()
+        self._nan = NanWarnings(warn, self._warned)
         self.drop()
 
     def open(self) -> None:
@@ -323,7 +297,7 @@ class StepLog:
         calls, is_open = self._calls, self.is_open
         self.drop()
         self.is_open = is_open
-        self._read_flags(wait=not of_a_batch)
+        self._nan.read(wait=not of_a_batch)
         mesh = ranks.mesh
         flat = Flat.LOSS if together and mesh.data_size > 1 else Flat.CP
         own = [(call.key, call.kind.value, call.where, call.name, call.options) for call in calls]
@@ -377,14 +351,16 @@ class StepLog:
         waits = shares is None or losses is not None
         _compare([each for each in shared if waits or not each.is_plain_mean])
         if shares is not None and not waits:
-            self._start_flags([each for each in shared if each.is_plain_mean], shares)
+            plain = (each for each in shared if each.is_plain_mean and not each.is_loss)
+            flags = [(e.call.name, e.call.where, _differs_and_nan(e.rows[0])) for e in plain]
+            self._nan.start(flags, shares)
         doubtful = [each for each in shared if each.looks and (each.differs or any(each.nan))]
         self._doubt(doubtful, calls, doubted)
         for each in shared:
             call, row, nan = each.call, each.rows[0], each.nan
             if each.differs and shares is not None and call.kind in MEANS and not each.is_loss:
                 held = [x and y > 0 for x, y in zip(nan, shares, strict=True)]
-                self._warn_of_nan(call.name, call.where, held)
+                self._nan.warn_of(call.name, call.where, held)
             if each.kind in MEANS and shares is not None:
                 own = losses.shares_by(each.rows[-1]) if losses and each.differs else shares
                 if own is None:
@@ -407,32 +383,6 @@ class StepLog:
         if apart and Mismatch.STEP in of and not told and not any(map(_is_ratio, calls)):
             names = [each.call.name for each in apart]
             self._warn_once(apart[0].call, Mismatch.STEP, names, apart[0].rows[1])
-
-    def _start_flags(self, means: list[_SharedCall], shares: Sequence[float]) -> None:
-        """Start to copy the flags of plain means to the host, which are for a warning only."""
-        flags = {
-            str(at): _differs_and_nan(each.rows[0])
-            for at, each in enumerate(means)
-            if not each.is_loss and each.call.name not in self._warned
-        }
-        copies, event = start_to_host(flags)
-        for at, copy in copies.items():
-            call = means[int(at)].call
-            self._unread.append(_NanFlags(call.name, call.where, shares, copy, event))
-        self._read_flags(wait=False)
-
-    def _read_flags(self, *, wait: bool) -> None:
-        """Warn by the flags that have arrived, or by all of them."""
-        while self._unread and (wait or self._unread[0].has_arrived):
-            found = self._unread.popleft()
-            self._warn_of_nan(found.name, found.where, found.read())
-
-    def _warn_of_nan(self, name: str, where: str, nan: Sequence[bool]) -> None:
-        """Warn of NaN on some ranks only: these probably averaged over nothing."""
-        if any(nan) and name not in self._warned:
-            self._warned.add(name)
-            ranks = ", ".join(str(rank) for rank, held in enumerate(nan) if held)
-            self._warn(_NAN.format(name=name, where=where, ranks=ranks))
 
     def _warn_of_counts(self, call: LogCall) -> None:
         """Warn of a value that equals none of the losses, in a step that declared several counts."""
@@ -500,13 +450,6 @@ class StepLog:
 
 
 MEANS = (Kind.MEAN, Kind.LARGEST, Kind.SMALLEST)
-
-_NAN = (
-    "self.log({name!r}, ...) in {where} got NaN from rank {ranks} of those that share a sample, and a number "
-    "from the others, so it shows NaN. Likely causes: a mean over no elements on that rank (0 / 0), or an "
-    "overflow. Compute such a mean from self.unshard(values of tokens) of ContextParallelMixin, or log it "
-    "with self.cp_log({name!r}, total, count)."
-)
 
 _MEAN_METRIC = (
     "self.log({name!r}, ...) got a metric that averages numbers (MeanMetric), with different ones on ranks "

@@ -27,6 +27,7 @@ from lightning_cp.config import StrategyConfig
 from lightning_cp.engines.base import Engine
 from lightning_cp.errors import ConfigError
 from lightning_cp.profile.recorder import StepRecorder
+from lightning_cp.utils.containers import tensors_of
 from lightning_cp.utils.patching import PatchSet
 
 if TYPE_CHECKING:
@@ -94,9 +95,11 @@ def keep_samplers(trainer: Trainer) -> None:
     connector.use_distributed_sampler = False
 
 
-def has_device_transforms(trainer: Trainer) -> bool:
-    """True if the module or its data module changes how batches travel to the device, or arrive there."""
+def is_seen_on_device(batch: Any, trainer: Trainer) -> bool:
+    """True if a batch is on the device, or hooks of the module or its data move or change it there."""
     hooks = trainer._data_connector._datahook_selector
+    if any(x.device.type != "cpu" for _, x in tensors_of(batch)):
+        return True
     return hooks is not None and any(
         is_overridden(name, hooks.get_instance(name))
         for name in ("transfer_batch_to_device", "on_after_batch_transfer")

@@ -43,14 +43,13 @@ from lightning_cp.strategies.lightning_patches import (
     check_no_averages,
     check_no_dataloader_iter,
     clip_with_engine,
-    has_device_transforms,
+    is_seen_on_device,
     keep_samplers,
     place_profiles,
     prevent_saves,
 )
 from lightning_cp.strategies.parity_checks import TrainerParity
 from lightning_cp.strategies.undeclared import collect_undeclared_of_trainer, complete_errors
-from lightning_cp.utils.containers import tensors_of
 from lightning_cp.utils.dtensor import is_on_meta, is_sharded
 from lightning_cp.watchdog.phase import Phase
 
@@ -236,38 +235,21 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
     # -- a step, in the order of its data ------------------------------------------------------------------
 
     @override
-    def batch_to_device(
-        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
-    ) -> Any:
-        """Return this rank's part of a batch, after the user's transforms.
-
-        A batch on the host is sharded there, and only the part travels. It travels whole for transforms on
-        the device, for a callback that shards, and for the parity check.
-        """
-        module, device = self._module, device or self.root_device
-        training = module.trainer.training
-        if not self._shards_on_host(batch):
+    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        """Return this rank's part of a batch, after the user's transforms; if possible it alone travels."""
+        trainer, callback = self._module.trainer, self._callback
+        checks, by_callback = trainer.training and self.parity.is_on, callback.shards_batches
+        if checks or by_callback or not self.runtime.enabled or is_seen_on_device(batch, trainer):
             batch = super().batch_to_device(batch, device, dataloader_idx)
         with complete_errors(self._settings):
-            by_callback = self._callback.shards_batches
-            if training and self.parity.is_on:
-                name = type(self._callback).__name__ if by_callback else ""
-                self.parity.before_batch(module, batch, name)
-            if by_callback:
-                part = self._callback.shard_batch(batch, needs_labels=training)
-            else:
-                part = self.runtime.shard(batch, needs_labels=training, device=device)
-        if training and self.parity.is_on:
+            if checks:
+                self.parity.before_batch(self._module, batch, type(callback).__name__ * by_callback)
+            there = {} if by_callback else {"device": device or self.root_device}
+            shard: Any = callback.shard_batch if by_callback else self.runtime.shard
+            part = shard(batch, needs_labels=trainer.training, **there)
+        if checks and self.parity.is_on:
             self.parity.after_batch()
         return part
-
-    def _shards_on_host(self, batch: Any) -> bool:
-        """True if a batch is on the host, and nothing has to see the whole of it on the device."""
-        trainer = self._module.trainer
-        looks = self._callback.shards_batches or (trainer.training and self.parity.is_on)
-        if looks or not self.runtime.enabled or has_device_transforms(trainer):
-            return False
-        return all(x.device.type == "cpu" for _, x in tensors_of(batch))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

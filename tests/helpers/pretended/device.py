@@ -145,6 +145,7 @@ class PretendedDevice:
             stack.enter_context(mock.patch.object(_Current, "device", self))
             stack.enter_context(cuda_functions(self.device.index, self.note))
             stack.enter_context(_moving_modules())
+            stack.enter_context(mock.patch.object(torch.Tensor, "_make_subclass", _make_subclass))
             for name in ("_ddp_init_helper", "_pre_forward"):  # DDP makes its buckets there, in C++
                 own = getattr(DistributedDataParallel, name)
                 made = self._computing_in(own)
@@ -490,6 +491,18 @@ def _caller() -> tuple[str, bool]:
             return f"{shown}:{frame.f_lineno}", is_ours
         frame = frame.f_back
     return "?", False
+
+
+def _make_subclass(
+    kind: type[torch.Tensor], x: torch.Tensor, *how: Any, **more: Any
+) -> torch.Tensor:
+    """A tensor of another class, which is on the host: C++ knows one class of a memory."""
+    if isinstance(x, PretendedTensor) and not issubclass(kind, PretendedTensor):
+        x = memory_of(x)
+    return _own_make_subclass(kind, x, *how, **more)
+
+
+_own_make_subclass = torch.Tensor._make_subclass
 
 
 @contextmanager

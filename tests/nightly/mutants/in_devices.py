@@ -9,6 +9,10 @@ WAITS = "tests/ranks/pretended/test_waits.py::test_waits_of_a_micro_batch[traine
 TRANSFERS = (
     "tests/ranks/pretended/test_transfers.py::test_transforms_see_whole_batches_where_they_saw_them"
 )
+REFUSALS = (
+    "tests/ranks/pretended/test_refusals.py::"
+    "test_a_step_is_refused_on_all_ranks_before_the_optimizer_steps"
+)
 RUNS = "tests/ranks/pretended/test_training.py::test_losses_and_weights_are_those_of_one_cpu"
 
 DEVICE_MUTANTS = (
@@ -47,9 +51,17 @@ DEVICE_MUTANTS = (
     Mutant(
         "whole batches travel to the device",
         "lightning_cp/strategies/trainer.py",
-        "if not self._shards_on_host(batch):",
-        "if True:",
+        "if checks or by_callback or not self.runtime.enabled or",
+        "if True or",
         (f"{TRANSFERS}[plain-]",),
         "Right, with cp times the bytes, and a batch that the host reads back from the device.",
+    ),
+    Mutant(
+        "refusals of steps are not read",
+        "lightning_cp/loss/counts.py",
+        "(*self._padding, *self._refusals)",
+        "self._padding",
+        (f"{REFUSALS}[labels]",),
+        "On a GPU alone a step that changes its labels trains on wrong ones at every seam.",
     ),
 )

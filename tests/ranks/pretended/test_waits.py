@@ -38,6 +38,11 @@ CELLS: dict[str, tuple[Cell, dict[str, int]]] = {
     "trainer": (Cell("ddp", flash=True), {**OF_STEP, **OF_LOG}),
     "trainer, later": (Cell("fsdp", "ulysses", flash=True, value_looks=1), OF_STEP),
     "trainer, packed": (Cell("fsdp", "hybrid", "packed", flash=True), {**OF_STEP, **OF_LOG}),
+    "transformers": (Cell("ddp", model="hf", value_looks=1), OF_STEP),
+    "transformers, packed": (
+        Cell("fsdp", "hybrid", "packed", model="hf", value_looks=1),
+        OF_STEP,
+    ),
     "fabric": (Cell("zero1", "zigzag_llama3", **HOST), {**OF_STEP, **OF_CLIP}),
     "fabric, packed": (Cell("ddp", "ulysses", "packed", **HOST), {**OF_STEP, **OF_DDP_CLIP}),
     "fabric, batches on the device": (
@@ -55,7 +60,7 @@ def waits_by_file(outcome: Outcome, phase: str) -> dict[str, int]:
     return dict(found)
 
 
-@pytest.mark.quick("trainer", "trainer, later")
+@pytest.mark.quick("trainer", "trainer, later", "transformers")
 @pytest.mark.parametrize("name", CELLS)
 def test_waits_of_a_micro_batch(name: str) -> None:
     cell, wanted = CELLS[name]
