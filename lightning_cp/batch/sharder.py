@@ -46,6 +46,7 @@ from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.randomness.token_draws import TokenDraws, describe_difference
 from lightning_cp.utils.containers import ROOT, map_tensors, memory_of, tensors_of
 from lightning_cp.utils.labels import IGNORED_LABEL
+from lightning_cp.utils.tensors import start_to_host, to_device
 
 
 @dataclass
@@ -80,34 +81,39 @@ def shard_batch(
     cp_rank: int,
     rules: BatchRules,
     valid: tuple[int, ...] | None = None,
+    device: torch.device | None = None,
 ) -> ShardedBatch:
     """Return this rank's shard of a batch: pure indexing, no communication.
 
     Global ``position_ids`` (0 where padded), and aligned labels as ``shift_labels`` where the model shifts,
-    are added to a dict that lacks them. ``valid`` is the result of ``valid_counts``, if already known.
+    are added to a dict that lacks them. ``valid`` is the result of ``valid_counts``, if already known. The
+    shard is put on ``device``, and by default stays where the batch is.
     """
 
     tensors: dict[str, torch.Tensor] = {}
 
     def visit(name: str, x: torch.Tensor) -> torch.Tensor:
         if name in whole.dims:
-            only_labels = name == rules.label_key and name not in (*KNOWN_DIMS, ROOT)
-            pad = PAD_VALUES.get(name, IGNORED_LABEL if only_labels else 0)
+            pad = _pad_value(name, rules)
             x = layout.shard(x, cp_rank, dim=whole.dims[name], pad_value=pad)
-        tensors[name] = x
-        return x
+        tensors[name] = to_device(x, device)
+        return tensors[name]
 
     local = map_tensors(whole.batch, visit)
     aligned = whole.aligned_labels
     aligned_local = None
-    if aligned is not None:
+    is_in_batch = aligned is whole.tensors.get(rules.label_key)
+    if aligned is not None and is_in_batch and _pad_value(rules.label_key, rules) == IGNORED_LABEL:
+        aligned_local = tensors[rules.label_key]
+    elif aligned is not None:
         aligned_local = layout.shard(aligned, cp_rank, dim=whole.label_dim, pad_value=IGNORED_LABEL)
+        aligned_local = to_device(aligned_local, device)
     positions = whole.positions_in(tensors)
     given = positions is not None
     if positions is None:
-        device = tensors[next(iter(whole.dims))].device
-        global_positions = layout.positions(cp_rank).to(device)
-        positions = global_positions.masked_fill(global_positions >= layout.seq_len, 0)
+        positions = layout.positions(cp_rank)
+        positions = positions.masked_fill(positions >= layout.seq_len, 0)
+        positions = to_device(positions, tensors[next(iter(whole.dims))].device)
         positions = positions.expand(whole.rows, -1)
     if type(whole.batch) is dict and POSITIONS not in local:
         local = TrackedBatch(local)
@@ -130,6 +136,11 @@ def shard_batch(
         whole.rows,
         padding_mask_of(whole.tensors),
     )
+
+
+def _pad_value(name: str, rules: BatchRules) -> int:
+    only_labels = name == rules.label_key and name not in (*KNOWN_DIMS, ROOT)
+    return PAD_VALUES.get(name, IGNORED_LABEL if only_labels else 0)
 
 
 def add_positions_and_targets(batch: Any, rules: BatchRules, *, positions: bool = True) -> Any:
@@ -233,7 +244,7 @@ class CountedBatch:
         told: Mapping[str, torch.Tensor],
         mask: torch.Tensor | None,
     ) -> CountedBatch:
-        copies, event = _to_host({**told, **({} if mask is None else {_MASK_KEY: mask})})
+        copies, event = start_to_host({**told, **({} if mask is None else {_MASK_KEY: mask})})
         mask = copies.pop(_MASK_KEY, None)
         return cls(rows, seq_len, known, DeclaredDocuments(copies), mask, event)
 
@@ -257,18 +268,6 @@ class CountedBatch:
             return int((self.mask != 0).sum()) * (self.rows // self.mask.shape[0])
         covered = sum(int((row[:, 1] - row[:, 0]).sum()) for row in self.documents.rows)
         return covered * (self.rows if self.documents.num_rows == 1 else 1)
-
-
-def _to_host(
-    tensors: Mapping[str, torch.Tensor],
-) -> tuple[dict[str, torch.Tensor], torch.cuda.Event | None]:
-    """Return copies, which a step cannot change, and the event of their completion."""
-    copies = {n: x.detach().to("cpu", non_blocking=True, copy=True) for n, x in tensors.items()}
-    if not any(x.is_cuda for x in tensors.values()):
-        return copies, None
-    event = torch.cuda.Event()
-    event.record()
-    return copies, event
 
 
 _EMPTY = 2**24
@@ -341,6 +340,7 @@ def shard_batch_checked(
     together: bool,
     before: ShardedBatch | None = None,
     draws: TokenDraws | None = None,
+    device: torch.device | None = None,
 ) -> Sharding:
     """Return this rank's part of a batch that every rank of its cp group holds whole.
 
@@ -356,6 +356,8 @@ def shard_batch_checked(
         together: ranks with other samples take part in the agreement, as in training.
         before: the last shard, which must not be sharded again.
         draws: random numbers of the previous steps, which ranks that share a sample must have drawn alike.
+        device: where the shard is put; by default it stays where the batch is. A batch on the host is read
+            there, and no step waits for the device.
 
     Raises:
         ConfigError: a batch that cannot be read.
@@ -384,7 +386,7 @@ def shard_batch_checked(
     layout = choice.layout
     if not facts["targets"]:
         console.warn("a batch has no valid label at all: a mean over its labels adds nothing.")
-    part = shard_batch(whole, layout, mesh.cp_rank, rules, valid)
+    part = shard_batch(whole, layout, mesh.cp_rank, rules, valid, device)
     told = choice if rule.kind == "auto" else None
     facts_of_positions = batch_position_info(whole, layout)
     is_unlabelled = rules.labels == "none"

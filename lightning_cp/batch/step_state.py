@@ -88,6 +88,8 @@ class StepState:
     """The step called ``token_mask``."""
     padding_gradients: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     """One flag per attention call that backward reached: its gradient on padding is not 0."""
+    refusals: list[tuple[str, torch.Tensor]] = field(default_factory=list[tuple[str, torch.Tensor]])
+    """Errors with flags on the device, which are read before the optimizer's step."""
     counted: torch.Tensor | None = None
     """Targets on this rank by ``count_targets``, in place of ``valid_local``."""
     loss_outside: bool = False
@@ -144,6 +146,28 @@ class StepState:
         """bool [B, L]: this rank's tokens with a label; ``None`` without labels of that shape."""
         labels = self.aligned_labels
         return None if labels is None or labels.dim() != 2 else labels != IGNORED_LABEL
+
+    def refuse_if(self, found: torch.Tensor, message: str) -> None:
+        """Refuse the step if a check found something; on a GPU, in training, before the optimizer's step.
+
+        A forward would wait for the device.
+
+        Args:
+            found: bool, the result of the check.
+            message: of the error.
+
+        Raises:
+            ConfigError: the check found something, and its flag can be read now.
+        """
+        if self.trains and found.is_cuda:
+            self.refusals.append((message, found))
+        elif found:
+            raise ConfigError(message)
+
+    def take_refusals(self) -> list[tuple[str, torch.Tensor]]:
+        """Remove and return errors whose flags were not read."""
+        taken, self.refusals = self.refusals, []
+        return taken
 
     def note_gradient(self, gradient: torch.Tensor) -> None:
         """Check and record the gradient of an attention output (a hook).

@@ -26,6 +26,7 @@ from lightning_cp.layout.balance import (
 )
 from lightning_cp.layout.documents import Documents
 from lightning_cp.layout.mask import Mask
+from lightning_cp.utils.tensors import to_device
 
 LayoutKind = Literal["contiguous", "zigzag", "balanced"]
 CAUSAL = Mask()
@@ -203,7 +204,7 @@ class SequenceLayout:
             ShapeError: ``x`` does not have ``seq_len`` entries along ``dim``.
         """
         self._check_size(x, dim, self.seq_len, "shard", "the whole sequence")
-        positions = self.positions(cp_rank).to(x.device)
+        positions = to_device(self.positions(cp_rank), x.device)
         local = x.index_select(dim, positions.clamp(max=self.seq_len - 1))
         if self.padded_len == self.seq_len or self.real_len(cp_rank) == self.local_len:
             return local

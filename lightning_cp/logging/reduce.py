@@ -27,6 +27,7 @@ from lightning_cp.comm.all_gather import all_gather
 from lightning_cp.comm.consensus import all_equal_sum, check_gathered, gather_facts, raise_on_all
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.layout.axes import Flat
+from lightning_cp.logging.nan import NanWarnings
 from lightning_cp.loss.averages import Options
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.utils.tracing import profile_range
@@ -240,6 +241,11 @@ class _SharedCall:
     mismatches: Sequence[bool] = ()
     """One flag for each ``Mismatch``, if there is evidence."""
 
+    @property
+    def is_plain_mean(self) -> bool:
+        """True if ranks computed a mean alike: it is shown without a look at the values."""
+        return self.kind in MEANS and not self.looks
+
 
 class StepLog:
     """The log calls since the last exchange between ranks.
@@ -256,6 +262,7 @@ class StepLog:
         self._join = join
         self._warned: set[str] = set()
         self._doubted: set[tuple[Mismatch, str]] = set()
+        self._nan = NanWarnings(warn, self._warned)
         self.drop()
 
     def open(self) -> None:
@@ -290,6 +297,7 @@ class StepLog:
         calls, is_open = self._calls, self.is_open
         self.drop()
         self.is_open = is_open
+        self._nan.read(wait=not of_a_batch)
         mesh = ranks.mesh
         flat = Flat.LOSS if together and mesh.data_size > 1 else Flat.CP
         own = [(call.key, call.kind.value, call.where, call.name, call.options) for call in calls]
@@ -340,13 +348,19 @@ class StepLog:
             doubted: the mismatches to warn of.
         """
         shared = _exchange(calls, lists, mesh, evidence_of, losses)
-        _compare(shared)
+        waits = shares is None or losses is not None
+        _compare([each for each in shared if waits or not each.is_plain_mean])
+        if shares is not None and not waits:
+            plain = (each for each in shared if each.is_plain_mean and not each.is_loss)
+            flags = [(e.call.name, e.call.where, _differs_and_nan(e.rows[0])) for e in plain]
+            self._nan.start(flags, shares)
         doubtful = [each for each in shared if each.looks and (each.differs or any(each.nan))]
         self._doubt(doubtful, calls, doubted)
         for each in shared:
             call, row, nan = each.call, each.rows[0], each.nan
             if each.differs and shares is not None and call.kind in MEANS and not each.is_loss:
-                self._warn_of_nan(call, [x and y > 0 for x, y in zip(nan, shares, strict=True)])
+                held = [x and y > 0 for x, y in zip(nan, shares, strict=True)]
+                self._nan.warn_of(call.name, call.where, held)
             if each.kind in MEANS and shares is not None:
                 own = losses.shares_by(each.rows[-1]) if losses and each.differs else shares
                 if own is None:
@@ -369,13 +383,6 @@ class StepLog:
         if apart and Mismatch.STEP in of and not told and not any(map(_is_ratio, calls)):
             names = [each.call.name for each in apart]
             self._warn_once(apart[0].call, Mismatch.STEP, names, apart[0].rows[1])
-
-    def _warn_of_nan(self, call: LogCall, nan: list[bool]) -> None:
-        """Warn of NaN on some ranks only: these probably averaged over nothing."""
-        if any(nan) and call.name not in self._warned:
-            self._warned.add(call.name)
-            ranks = ", ".join(str(rank) for rank, held in enumerate(nan) if held)
-            self._warn(_NAN.format(name=call.name, where=call.where, ranks=ranks))
 
     def _warn_of_counts(self, call: LogCall) -> None:
         """Warn of a value that equals none of the losses, in a step that declared several counts."""
@@ -443,13 +450,6 @@ class StepLog:
 
 
 MEANS = (Kind.MEAN, Kind.LARGEST, Kind.SMALLEST)
-
-_NAN = (
-    "self.log({name!r}, ...) in {where} got NaN from rank {ranks} of those that share a sample, and a number "
-    "from the others, so it shows NaN. Likely causes: a mean over no elements on that rank (0 / 0), or an "
-    "overflow. Compute such a mean from self.unshard(values of tokens) of ContextParallelMixin, or log it "
-    "with self.cp_log({name!r}, total, count)."
-)
 
 _MEAN_METRIC = (
     "self.log({name!r}, ...) got a metric that averages numbers (MeanMetric), with different ones on ranks "

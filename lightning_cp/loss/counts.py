@@ -186,6 +186,7 @@ class TargetCounts:
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._numbers: list[tuple[Count, list[float] | None]] = []
         self._padding: list[tuple[str, torch.Tensor]] = []
+        self._refusals: list[tuple[str, torch.Tensor]] = []
         self._shared: list[SharedValues] = []
         self._ratios = {1.0: None}
         """Known ratios between factors of losses by hand and the weights of their ranks."""
@@ -206,7 +207,11 @@ class TargetCounts:
         self.beside_other_terms = bool(means.counts) and means.other_terms
         for count in means.counts if is_probe or not means.other_terms else ():
             of_mean = torch.as_tensor(count)
-            self._pairs.append((of_mean, torch.as_tensor(weighted).to(of_mean.device)))
+            if not isinstance(
+                weighted, torch.Tensor
+            ):  # without a copy, for which the host would wait
+                weighted = torch.full((), weighted, device=of_mean.device)
+            self._pairs.append((of_mean, weighted.to(of_mean.device)))
 
     def equal_rows(self, rows: int) -> bool:
         """True if each count that differs from its weight is the number of rows."""
@@ -254,12 +259,18 @@ class TargetCounts:
         if found is not None:
             self._padding.append((how, found))
 
+    def note_refusals(self, refusals: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Record errors of a step with their flags; every rank records as many."""
+        self.are_asked |= bool(refusals)
+        self._refusals += refusals
+
     def take(self) -> TargetCounts:
         """Remove and return all counts."""
         taken = TargetCounts()
         taken._pairs, self._pairs = self._pairs, []
         taken._numbers, self._numbers = self._numbers, []
         taken._padding, self._padding = self._padding, []
+        taken._refusals, self._refusals = self._refusals, []
         taken._shared, self._shared = self._shared, []
         taken._ratios = self._ratios
         taken.are_asked, self.are_asked = self.are_asked, False
@@ -347,18 +358,27 @@ class TargetCounts:
     @property
     def differ(self) -> torch.Tensor | None:
         """True if a mean counted something else, or padding; on the device. ``None`` without any counts."""
-        flags = [_differ(*pair) for pair in self._pairs] + [found for _, found in self._padding]
-        if len(flags) < 2:
-            return flags[0].any() if flags else None
-        device = next((flag.device for flag in flags if not flag.is_cpu), flags[0].device)
-        return torch.stack([flag.to(device) for flag in flags]).any()
+        flags = [_differ(*pair) for pair in self._pairs]
+        flags += [found for _, found in (*self._padding, *self._refusals)]
+        on_device = [flag for flag in flags if not flag.is_cpu]
+        on_host = [flag for flag in flags if flag.is_cpu]
+        if not on_device:
+            return torch.stack([flag.any() for flag in on_host]).any() if on_host else None
+        found = torch.stack([flag.any() for flag in on_device]).any()
+        # A copy of flags to the device would wait for it.
+        return torch.ones_like(found) if any(bool(flag.any()) for flag in on_host) else found
 
     def check(self, step: int, group: dist.ProcessGroup | None) -> None:
         """Check that the losses of all ranks counted their targets, and no padding. Collective.
 
         Raises:
-            ConfigError: on every rank, with both numbers of each rank where they differ.
+            ConfigError: on every rank, with both numbers of each rank where they differ; or for a refusal of
+                a step.
         """
+        refused = [message for message, found in self._refusals if found][:1]
+        for rank, messages in enumerate(gather_objects(refused, group)):
+            for message in messages:
+                raise ConfigError(f"step {step}, rank {rank}: {message} No rank has stepped.")
         padding = self.padding(group)
         if padding is not None:
             raise ConfigError(f"step {step}: {padding} No rank has stepped.")

@@ -174,8 +174,13 @@ class ContextParallelRuntime:
 
     # -- steps ---------------------------------------------------------------------------------------
 
-    def shard(self, batch: Any, *, needs_labels: bool) -> Any:
+    def shard(self, batch: Any, *, needs_labels: bool, device: torch.device | None = None) -> Any:
         """Return this rank's part of a batch, and make its step the current one.
+
+        Args:
+            batch: the whole batch, the same on every rank of the cp group.
+            needs_labels: the step trains.
+            device: where the part is put; by default it stays where the batch is.
 
         Raises:
             ConfigError: a batch that cannot be read.
@@ -190,7 +195,8 @@ class ContextParallelRuntime:
                 batch, self.binding.rules, positions=self.binding.adds_positions
             )
         try:
-            self.step = self.prepare(batch, needs_labels=needs_labels, before=self.step.part)
+            before = self.step.part
+            self.step = self.prepare(batch, needs_labels=needs_labels, before=before, device=device)
         except BaseException:
             if not self.is_sharded(batch):  # with its own shard, the current step continues
                 self.step = self._new_step()
@@ -198,7 +204,12 @@ class ContextParallelRuntime:
         return self.step.batch
 
     def prepare(
-        self, batch: Any, *, needs_labels: bool, before: ShardedBatch | None = None
+        self,
+        batch: Any,
+        *,
+        needs_labels: bool,
+        before: ShardedBatch | None = None,
+        device: torch.device | None = None,
     ) -> StepContext:
         """Shard a batch for a step that begins later; the current step is not affected.
 
@@ -206,6 +217,7 @@ class ContextParallelRuntime:
             batch: the whole batch, the same on every rank of the cp group.
             needs_labels: the step trains.
             before: the last shard, which is refused as a batch.
+            device: where the part is put; by default it stays where the batch is.
 
         Raises:
             ConfigError, ShapeError, BatchMismatchError, RankFailure: as ``shard``.
@@ -227,6 +239,7 @@ class ContextParallelRuntime:
                 together=needs_labels or self.settings.forward_is_shared,
                 before=before,
                 draws=None if records.is_probe else binding.draws,
+                device=device,
             )
         self._note_layout(sharding.choice)
         self._warn_if_shifted_twice(batch)

@@ -446,6 +446,7 @@ class StepContext:
         state = self.state
         if self.loss is not None and state is not None:
             self._losses.counts.note_padding(TRAINS, state.take_padding_gradients())
+            self._losses.counts.note_refusals(state.take_refusals())
             self.loss.after_backward(state, parameters)
 
 

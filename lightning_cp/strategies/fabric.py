@@ -230,7 +230,10 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         """Begin a step: return this rank's part of a batch that every rank of its group holds whole.
 
         Args:
-            batch: tensors in dicts, tuples, lists, named tuples or dataclasses, nested in any way.
+            batch: tensors in dicts, tuples, lists, named tuples or dataclasses, nested in any way. One on the
+                host is read there, and only the part travels to the device: give
+                ``fabric.setup_dataloaders`` ``move_to_device=False``, or the strategy
+                ``shard_dataloaders=True``.
             training: True if the step calls ``backward``, which needs labels; by default, if gradients are
                 enabled and a model is in training mode.
 
@@ -251,7 +254,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
                 runtime.binding.check_labels_declared()
                 if not self._steps:
                     runtime.binding.check_trains()
-            local = runtime.shard(batch, needs_labels=training)
+            local = runtime.shard(batch, needs_labels=training, device=self.root_device)
         except UndeclaredError as error:
             asked = {"needs_labels": training, "batch": batch}
             raise collect_undeclared(error, self._models, {}, self._settings, **asked) from None
@@ -540,7 +543,9 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
 
 
 def _move_and_shard(strategy: Any, batch: Any) -> Any:
-    return strategy.shard_batch(strategy.batch_to_device(batch))
+    if not strategy.runtime.enabled:  # otherwise only this rank's part travels
+        batch = strategy.batch_to_device(batch)
+    return strategy.shard_batch(batch)
 
 
 class _LeaveOnRanks(_BackwardSyncControl):

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
@@ -28,6 +29,7 @@ from lightning_cp.engines.gradients import unscale
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout.axes import Axis, Flat
 from lightning_cp.profile.recorder import StepRecorder
+from lightning_cp.utils.containers import tensors_of
 from lightning_cp.utils.patching import PatchSet
 
 if TYPE_CHECKING:
@@ -94,6 +96,17 @@ def keep_samplers(trainer: Trainer) -> None:
     connector: Any = trainer._accelerator_connector
     assert hasattr(connector, "use_distributed_sampler")  # Lightning's own, and private
     connector.use_distributed_sampler = False
+
+
+def is_seen_on_device(batch: Any, trainer: Trainer) -> bool:
+    """True if a batch is on the device, or hooks of the module or its data move or change it there."""
+    hooks = trainer._data_connector._datahook_selector
+    if any(x.device.type != "cpu" for _, x in tensors_of(batch)):
+        return True
+    return hooks is not None and any(
+        is_overridden(name, hooks.get_instance(name))
+        for name in ("transfer_batch_to_device", "on_after_batch_transfer")
+    )
 
 
 def call_after_toggling(patches: PatchSet, module: Any, act: Callable[[], object]) -> None:

@@ -43,6 +43,7 @@ from lightning_cp.strategies.lightning_patches import (
     check_no_averages,
     check_no_dataloader_iter,
     clip_with_engine,
+    is_seen_on_device,
     keep_samplers,
     place_profiles,
     prevent_saves,
@@ -234,21 +235,19 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
     # -- a step, in the order of its data ------------------------------------------------------------------
 
     @override
-    def batch_to_device(
-        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
-    ) -> Any:
-        """Return this rank's part of a batch, after the user's transforms."""
-        batch = super().batch_to_device(batch, device, dataloader_idx)
-        module = self._module
-        training = module.trainer.training
+    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        """Return this rank's part of a batch, after the user's transforms; if possible it alone travels."""
+        trainer, callback = self._module.trainer, self._callback
+        checks, by_callback = trainer.training and self.parity.is_on, callback.shards_batches
+        if checks or by_callback or not self.runtime.enabled or is_seen_on_device(batch, trainer):
+            batch = super().batch_to_device(batch, device, dataloader_idx)
         with complete_errors(self._settings):
-            by_callback = self._callback.shards_batches
-            if training and self.parity.is_on:
-                name = type(self._callback).__name__ if by_callback else ""
-                self.parity.before_batch(module, batch, name)
-            shard = self._callback.shard_batch if by_callback else self.runtime.shard
-            part = shard(batch, needs_labels=training)
-        if training and self.parity.is_on:
+            if checks:
+                self.parity.before_batch(self._module, batch, type(callback).__name__ * by_callback)
+            there = {} if by_callback else {"device": device or self.root_device}
+            shard: Any = callback.shard_batch if by_callback else self.runtime.shard
+            part = shard(batch, needs_labels=trainer.training, **there)
+        if checks and self.parity.is_on:
             self.parity.after_batch()
         return part
 

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 to_list: Callable[[torch.Tensor], list[Any]] = torch.Tensor.tolist
 """Return the values as nested lists; waits for the device."""
+
+
+def to_device(x: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """Return the tensor on a device (``None``: where it is); the host does not wait for a copy to a GPU."""
+    if device is None or x.device == device:
+        return x
+    from_host = device.type == "cuda" and x.device.type == "cpu"
+    if from_host and x.layout is torch.strided and not x.is_nested:
+        x = x.pin_memory()  # pageable memory would make the host wait
+    return x.to(device, non_blocking=from_host)
+
+
+def start_to_host(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], torch.cuda.Event | None]:
+    """Return copies, which later changes do not reach, and the event of their completion; does not wait."""
+    copies = {n: x.detach().to("cpu", non_blocking=True, copy=True) for n, x in tensors.items()}
+    if not any(x.is_cuda for x in tensors.values()):
+        return copies, None
+    event = torch.cuda.Event()
+    event.record()
+    return copies, event
+
 
 vector_norm: Callable[..., torch.Tensor] = torch.linalg.vector_norm

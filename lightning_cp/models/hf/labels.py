@@ -63,9 +63,8 @@ def complete_labels(model: Any, call: dict[str, Any], state: StepState) -> None:
     known = state.aligned_labels
     # A count declared in the step is compared with the loss's count before the optimizer's step.
     changes = known is not None and state.counted is None and targets is not known
-    changed = changes and not is_same_labels(targets, known)
-    if changed and _count(targets) != state.valid_local:
-        raise ConfigError(_CHANGED)
+    if changes:
+        state.refuse_if((targets != IGNORED_LABEL).sum() != state.valid_local, _CHANGED)
     # A mean over no targets is 0/0; a sum divided by 1 is 0, as it must be.
     items = divisor(state.targets)
     asked = call.get("num_items_in_batch")
@@ -140,16 +139,20 @@ _CHANGED = (
 def _shifted(call: dict[str, Any], state: StepState) -> torch.Tensor:
     """Return the targets of a model that shifts: the step's own, or the batch's if labels are unchanged."""
     own, ours = call.get("shift_labels"), state.aligned_labels
-    if own is not None and not is_same_labels(own, ours):
-        return own
-    if ours is None or not is_same_labels(call["labels"], state.labels):
-        raise ConfigError(_CHANGED)
-    call["shift_labels"] = ours
-    return ours
-
-
-def _count(targets: torch.Tensor) -> int:
-    return int((targets != IGNORED_LABEL).sum())
+    labels, sharded = call["labels"], state.labels
+    changed = None
+    if sharded is not None and labels.shape == sharded.shape:
+        changed = (labels != sharded).any()
+    if own is None:
+        if ours is None or changed is None:
+            raise ConfigError(_CHANGED)
+        state.refuse_if(changed, _CHANGED)
+        call["shift_labels"] = ours
+        return ours
+    if ours is not None and own.shape == ours.shape:  # other targets are the step's own
+        is_same = (own == ours).all()
+        state.refuse_if(is_same if changed is None else is_same & changed, _CHANGED)
+    return own
 
 
 def is_same_labels(labels: torch.Tensor, sharded: torch.Tensor | None) -> bool:
@@ -243,10 +246,11 @@ class LossWatch:
             if of_routers is not None:
                 own = of_routers.to(made.device)
                 wanted += [made.clone().add_(x * own) for x in router_coefficients(model)]
+            name, returned = type(model).__name__, _loss_of(output)
             check = functools.partial(
-                _check_returned_loss, type(model).__name__, wanted, _loss_of(output)
+                _check_returned_loss, name, wanted, returned, self._handle.state
             )
-            self._handle.checks.run_deferred(f"loss of {type(model).__name__}", check)
+            self._handle.checks.run_deferred(f"loss of {name}", check)
         elif label_alignment(model) == "shift":
             raise ConfigError(
                 f"{type(model).__name__} computes its loss by itself: transformers' loss function was not "
@@ -266,15 +270,18 @@ def _loss_of(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
 
 
-def _check_returned_loss(name: str, wanted: list[torch.Tensor], returned: Any) -> None:
-    equal = isinstance(returned, torch.Tensor) and any(
-        torch.equal(made.nan_to_num(), returned.detach().to(made.device).nan_to_num())
-        for made in wanted
+def _check_returned_loss(
+    name: str, wanted: list[torch.Tensor], returned: Any, state: StepState
+) -> None:
+    """Check that the returned loss is one of those that it may be."""
+    unlike = torch.ones_like(wanted[0], dtype=torch.bool)
+    for made in wanted:
+        if isinstance(returned, torch.Tensor) and returned.shape == made.shape:
+            unlike &= made.nan_to_num() != returned.detach().to(made.device).nan_to_num()
+    state.refuse_if(
+        unlike.any(),
+        f"{name} returns another loss than the mean over targets that its loss function made: it adds "
+        "something of its own, such as the loss of further heads, or of routers in another way than "
+        "Mixtral's, which a rank would compute from its own tokens, and which is no mean over targets. "
+        f"For routers, output_router_logits=False or router_aux_loss_coef=0 works. Otherwise: {INSTEAD}",
     )
-    if not equal:
-        raise ConfigError(
-            f"{name} returns another loss than the mean over targets that its loss function made: it adds "
-            "something of its own, such as the loss of further heads, or of routers in another way than "
-            "Mixtral's, which a rank would compute from its own tokens, and which is no mean over targets. "
-            f"For routers, output_router_logits=False or router_aux_loss_coef=0 works. Otherwise: {INSTEAD}"
-        )

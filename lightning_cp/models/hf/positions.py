@@ -252,12 +252,10 @@ def check_mask(
             "one process transformers then takes a row for one document. Call the model without "
             "attention_mask, or take position_ids out of the batch."
         )
-    elif not folded and "flash" not in before and _jumps(state.position_ids):
-        raise ConfigError(
-            f"position_ids restart (packed documents), but {model} does not read them when it makes its "
-            "mask: in one process it takes a row for one document. Say where documents are with segment_ids "
-            "or cu_seqlens in the batch, and take position_ids out; or use batches that are not packed."
-        )
+    elif not folded and "flash" not in before:
+        text = text_positions(state.position_ids)
+        if text is not None:
+            state.refuse_if((text.diff(dim=-1) != 1).any(), _UNREAD.format(model))
 
 
 def warn_isolated(warned: set[str], model: str) -> None:
@@ -278,9 +276,11 @@ _UNDECLARED = (
 )
 
 
-def _jumps(position_ids: torch.Tensor) -> bool:
-    text = text_positions(position_ids)
-    return text is not None and bool((text.diff(dim=-1) != 1).any())
+_UNREAD = (
+    "position_ids restart (packed documents), but {} does not read them when it makes its mask: in one "
+    "process it takes a row for one document. Say where documents are with segment_ids or cu_seqlens in the "
+    "batch, and take position_ids out; or use batches that are not packed."
+)
 
 
 def _makes_cache(model: Any, call: dict[str, Any]) -> bool:

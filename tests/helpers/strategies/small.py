@@ -108,7 +108,7 @@ def trainer_of(world_size: int, settings: dict[str, Any] | None, **options: Any)
         "enable_model_summary": False,
     }
     return pl.Trainer(
-        accelerator="cpu",
+        accelerator=options.pop("accelerator", "cpu"),
         devices=world_size,
         strategy=options.pop("strategy", strategy),
         **{**quiet, **options},

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from tests.nightly.mutants.mutant import Mutant
-from tests.nightly.mutants.selections import modes, moved, sends
+from tests.nightly.mutants.selections import late, modes, moved, sends
 
 RING = "lightning_cp/attention/ring.py"
 GATHER = "lightning_cp/attention/all_gather.py"
 ULYSSES = "lightning_cp/attention/ulysses.py"
 KEYS = "lightning_cp/attention/keys.py"
+COMM_RING = "lightning_cp/comm/ring.py"
 COMM_GATHER = "lightning_cp/comm/all_gather.py"
 ALL_TO_ALL = "lightning_cp/comm/all_to_all.py"
 
@@ -51,8 +52,51 @@ EXCHANGE_MUTANTS = (
         "A buffer that is used again before its transfer has ended; seldom seen.",
     ),
     Mutant(
+        "keys used before they arrived",
+        COMM_RING,
+        "        for work in self.works:\n            work.wait()\n",
+        "",
+        (late("ring 2 zigzag"),),
+        "On one node the data is nearly always there; a slow link makes a model of whatever memory held.",
+    ),
+    Mutant(
+        "heads used before they arrived",
+        ALL_TO_ALL,
+        "                self._work.wait()",
+        "                pass",
+        (late("ulysses 2"),),
+        "Likewise, over Ulysses.",
+    ),
+    Mutant(
+        "gathered keys used before they arrived",
+        COMM_GATHER,
+        "                self._work.wait()",
+        "                pass",
+        (late("gather 2 zigzag two_kernel/two_kernel 1"),),
+        "Likewise, with an all-gather.",
+    ),
+    Mutant(
+        "gradients scattered from memory that is used again",
+        COMM_GATHER,
+        "    return PendingShards(total, whole, work, name=",
+        "    whole.zero_()\n    return PendingShards(total, whole, work, name=",
+        (
+            "tests/ranks/attention/test_late_delivery.py::test_a_reduce_scatter_of_nccl_is_waited_for_too",
+        ),
+        "A branch that gloo does not take; with NCCL the zeros may travel.",
+    ),
+    Mutant(
+        "heads overwritten while they are sent",
+        ALL_TO_ALL,
+        "    return Pending(received, send, work, lambda whole: _section_views(whole, sections, rank))",
+        "    send.zero_()\n"
+        "    return Pending(received, send, work, lambda whole: _section_views(whole, sections, rank))",
+        (late("ulysses 2"),),
+        "A buffer that is used again before its all-to-all has ended.",
+    ),
+    Mutant(
         "send buffer given up",
-        "lightning_cp/comm/ring.py",
+        COMM_RING,
         "return Transfer(received, send, works)",
         "return Transfer(received, None, works)",
         ("tests/ranks/comm/test_transfers.py::test_a_send_buffer_lives_until_it_was_waited_for",),

@@ -44,6 +44,12 @@ def moved(cell: str) -> str:
     return f"tests/ranks/attention/test_overlap.py::{name}[{cell}-postponed]"
 
 
+def late(grid: str) -> str:
+    """Attention whose data arrives at its wait, and not before: a grid of ranks."""
+    name = "test_attention_reads_what_has_arrived_and_sends_what_stays"
+    return f"tests/ranks/attention/test_late_delivery.py::{name}[{grid}]"
+
+
 def layout(name: str) -> str:
     """A test of ``tests/unit/layout``: ``file::test``."""
     return f"tests/unit/layout/test_{name}"

@@ -2,8 +2,7 @@
 
 Left out because nothing can tell them from the code as it is: a ring that sends keys without
 ``contiguous()`` (what pairs K and V is contiguous, and so is what an all-to-all brings), and kernels
-that do not replace the lse of queries without keys in backward (tiles of a schedule have none). Left
-out because ranks wait for each other forever, which shows at once: keys used without waiting for them.
+that do not replace the lse of queries without keys in backward (tiles of a schedule have none).
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 
 from lightning_cp.kernels.triton.launch import is_installed
 from tests.nightly.mutants.in_checkpoints import CHECKPOINT_MUTANTS
+from tests.nightly.mutants.in_devices import DEVICE_MUTANTS
 from tests.nightly.mutants.in_engines import ENGINE_MUTANTS
 from tests.nightly.mutants.in_exchanges import EXCHANGE_MUTANTS
 from tests.nightly.mutants.in_faults import FAULT_MUTANTS
@@ -46,6 +46,7 @@ EVERY = (
     *ENGINE_MUTANTS,
     *MODEL_MUTANTS,
     *MUON_MUTANTS,
+    *DEVICE_MUTANTS,
     *(TRITON_MUTANTS if is_installed() else ()),  # without Triton their tests are skipped
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}

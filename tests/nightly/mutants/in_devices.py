@@ -1,0 +1,67 @@
+"""Mistakes that only a GPU punishes: a host that waits for it, and tensors of both."""
+
+from __future__ import annotations
+
+from tests.nightly.mutants.mutant import Mutant
+
+RING = "lightning_cp/attention/ring.py"
+WAITS = "tests/ranks/pretended/test_waits.py::test_waits_of_a_micro_batch[trainer]"
+TRANSFERS = (
+    "tests/ranks/pretended/test_transfers.py::test_transforms_see_whole_batches_where_they_saw_them"
+)
+REFUSALS = (
+    "tests/ranks/pretended/test_refusals.py::"
+    "test_a_step_is_refused_on_all_ranks_before_the_optimizer_steps"
+)
+RUNS = "tests/ranks/pretended/test_training.py::test_losses_and_weights_are_those_of_one_cpu"
+
+DEVICE_MUTANTS = (
+    Mutant(
+        "host reads a value at each hop",
+        RING,
+        "    if tiles:\n        k, v = kernel_keys(",
+        "    q_BLHD.sum().item()\n    if tiles:\n        k, v = kernel_keys(",
+        (WAITS,),
+        "Right, but the host cannot run ahead, and no transfer hides behind compute.",
+    ),
+    Mutant(
+        "gradients of keys on the host",
+        "lightning_cp/attention/keys.py",
+        "self.dtype, self.device = dtype, keys.tensors[0].device",
+        'self.dtype, self.device = dtype, torch.device("cpu")',
+        (f"{RUNS}[ddp ring dense trainer]",),
+        "The first backward on a GPU raises; on a CPU nothing shows.",
+    ),
+    Mutant(
+        "parts of batches in pageable memory",
+        "lightning_cp/utils/tensors.py",
+        "x = x.pin_memory()",
+        "pass",
+        (WAITS,),
+        "Right, but each copy to the device waits for all that was queued before it.",
+    ),
+    Mutant(
+        "transforms on the device are left out",
+        "lightning_cp/strategies/lightning_patches.py",
+        "return hooks is not None and any(",
+        "return hooks is None and any(",
+        (f"{TRANSFERS}[after-cuda]",),
+        "A user's on_after_batch_transfer is never called, and the model trains on other inputs.",
+    ),
+    Mutant(
+        "whole batches travel to the device",
+        "lightning_cp/strategies/trainer.py",
+        "if checks or by_callback or not self.runtime.enabled or",
+        "if True or",
+        (f"{TRANSFERS}[plain-]",),
+        "Right, with cp times the bytes, and a batch that the host reads back from the device.",
+    ),
+    Mutant(
+        "refusals of steps are not read",
+        "lightning_cp/loss/counts.py",
+        "(*self._padding, *self._refusals)",
+        "self._padding",
+        (f"{REFUSALS}[labels]",),
+        "On a GPU alone a step that changes its labels trains on wrong ones at every seam.",
+    ),
+)

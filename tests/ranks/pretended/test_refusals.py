@@ -1,0 +1,60 @@
+"""Checks of values on the device refuse a step before the optimizer's, so that no forward waits for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_cp.errors import ConfigError
+from tests.helpers.pool import expect_on_every_rank
+from tests.helpers.pretended.device import PretendedDevice
+from tests.helpers.pretended.runs import Cell, Module, PretendedAccelerator
+from tests.helpers.strategies import runs
+from tests.helpers.strategies.small import trainer_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:GPU available but not used")
+
+
+class Changing(Module):
+    """Changes its labels, or its shifted ones, on the second rank."""
+
+    def __init__(self, what: str, rank: int) -> None:
+        super().__init__(Cell("ddp", model="hf"))
+        self.what, self.rank = what, rank
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.before = self.model.lm_head.weight.detach().clone()  # type: ignore[union-attr]
+        if self.rank and self.what == "labels":
+            batch["labels"].copy_(batch["labels"].roll(1, 1))
+        if self.rank and self.what == "targets":
+            batch["shift_labels"][:, ::3] = -100
+            return self.model(**batch).loss
+        return self.loss(batch)
+
+
+def train(rank: int, world_size: int, what: str) -> None:
+    data = runs.make_data(runs.Run(steps=1, rows=2, seq_len=29, model="hf"))
+    with PretendedDevice(rank).use():
+        module = Changing(what, rank)
+        settings = {
+            "mode": "ring",
+            "labels": "auto",
+            "parity_check": "off",
+            "process_group_backend": "gloo",
+            "kernel": "reference",
+        }
+        trainer = trainer_of(world_size, settings, accelerator=PretendedAccelerator())
+        try:
+            trainer.fit(module, DataLoader(data, batch_size=2))  # type: ignore[arg-type]
+        finally:
+            after = module.model.lm_head.weight.detach().cpu()  # type: ignore[union-attr]
+            assert torch.equal(module.before.cpu(), after), "the optimizer has stepped"
+
+
+@pytest.mark.parametrize("what", ["labels", "targets"])
+def test_a_step_is_refused_on_all_ranks_before_the_optimizer_steps(what: str) -> None:
+    match = "rank 1: labels= are not the batch's, or were changed"
+    expect_on_every_rank(2, train, what, error=ConfigError, match=match)
