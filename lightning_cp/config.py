@@ -124,9 +124,8 @@ class AttentionSettings:
     exchange: str = setting(
         "ring",
         "movement of keys and values on the ring axis: `ring` (hop by hop, only those that another rank "
-        "needs), `rotation` (all of them, from each rank to the next one: for nodes with few network "
-        "cards), `all_gather` (all at once), or `ring_flash_attn` (by the package of that name, where it "
-        "is exact).",
+        "needs), `rotation` (all of them, from each rank to the next: for nodes with few network cards), "
+        "`all_gather` (all at once), or `ring_flash_attn` (by that package, where it is exact).",
         choices=EXCHANGES,
         guide="kernels.md",
     )
@@ -181,8 +180,8 @@ class BatchSettings:
         "meaning of the labels: `auto` (for Hugging Face models that are called with `labels=`: labels "
         "are shifted on the whole sequence), `shift` (the same, and the step takes its targets from "
         '`batch["shift_labels"]`), `aligned` (`labels[i]` is the target of token i; any other module '
-        "must declare this), or `none` (no labels of tokens: the loss is one of whole sequences, or counts "
-        "targets that the step declares).",
+        "must declare this), or `none` (no labels of tokens: a loss of whole sequences, or of "
+        "`count_targets`).",
         choices=("auto", "aligned", "shift", "none"),
     )
     label_key: str = setting(

@@ -349,7 +349,8 @@ class StepLog:
         """
         shared = _exchange(calls, lists, mesh, evidence_of, losses)
         waits = shares is None or losses is not None
-        _compare([each for each in shared if waits or not each.is_plain_mean])
+        of_step = [each.rows[0] for each in shared if each.is_loss]
+        _compare([each for each in shared if waits or not each.is_plain_mean], of_step)
         if shares is not None and not waits:
             plain = (each for each in shared if each.is_plain_mean and not each.is_loss)
             flags = [(e.call.name, e.call.where, _differs_and_nan(e.rows[0])) for e in plain]
@@ -508,9 +509,8 @@ def _exchange(
     return shared
 
 
-def _compare(shared: list[_SharedCall]) -> None:
-    """Set the flags of calls; waits for the device once."""
-    of_step = [each.rows[0] for each in shared if each.is_loss]
+def _compare(shared: list[_SharedCall], of_step: list[torch.Tensor]) -> None:
+    """Set the flags of calls, given the step's own losses; waits for the device once."""
     found: list[torch.Tensor] = []
     for each in shared:
         row = each.rows[0]

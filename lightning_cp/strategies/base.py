@@ -99,9 +99,9 @@ class ContextParallelStrategy:
         num_heads: query heads, for a mesh that is made before the model, or for a model that does not
             declare them.
         exchange: movement of keys and values on the ring axis: ``ring`` (hop by hop, only those that
-            another rank needs), ``rotation`` (all of them, from each rank to the next one: for nodes with
-            few network cards), ``all_gather`` (all at once), or ``ring_flash_attn`` (by the package of that
-            name, where it is exact).
+            another rank needs), ``rotation`` (all of them, from each rank to the next: for nodes with few
+            network cards), ``all_gather`` (all at once), or ``ring_flash_attn`` (by that package, where it
+            is exact).
         forward_execution: forward with gathered keys: ``two_kernel`` (one kernel call per chunk of queries,
             with the least memory) or ``fused`` (one call, with copies of the keys that several chunks see).
         backward_execution: the same for backward.
@@ -125,8 +125,9 @@ class ContextParallelStrategy:
         loss_reduction: reduction of the loss over its targets; ``mean`` is the only one so far.
         labels: meaning of the labels: ``auto`` (for Hugging Face models that are called with ``labels=``:
             labels are shifted on the whole sequence), ``shift`` (the same, and the step takes its targets
-            from ``batch["shift_labels"]``), or ``aligned`` (``labels[i]`` is the target of token i; any
-            other module must declare this).
+            from ``batch["shift_labels"]``), ``aligned`` (``labels[i]`` is the target of token i; any other
+            module must declare this), or ``none`` (no labels of tokens: a loss of whole sequences, or of
+            ``count_targets``).
         label_key: dotted name of the labels in a batch; an index for a tuple, such as ``"1"``.
         sequence_dims: dotted name of a batch tensor -> its sequence dimension, for names that are not
             known; ``None`` as the dimension: every rank gets the whole tensor.
@@ -378,19 +379,10 @@ class ContextParallelStrategy:
         return self.runtime.step.gather_data(x)
 
     def count_targets(self, counted: torch.Tensor | float) -> torch.Tensor:
-        """Declare the targets that the loss of this step counts, if they are not the batch's labels.
+        """Declare the targets that the step's loss counts, as ``ContextParallelMixin.count_targets``.
 
-        Use it for targets that the step draws or leaves out, for weights of classes or of tokens, and for a
-        mean by hand. Every rank calls it, before backward, and before it calls a Hugging Face model with
-        ``labels=``. Averages of the step use it, too. Each call adds one number per rank on the device; the
-        host waits for the sum only with ``token_weighting="global"``.
-
-        Args:
-            counted: a mask of this rank's tokens, their weights, or the number of targets on this rank.
-                Padding must not count, see ``token_mask``: it is refused before a weight changes.
-
-        Returns:
-            The divisor of a sum over targets: the count of this rank, or 1 if that is 0.
+        Averages of the step use it, too. Each call adds one number per rank on the device; the host waits for
+        the sum only with ``token_weighting="global"``.
 
         Raises:
             ConfigError: not a count, or a second count for the same loss; in validation, a count of padding.

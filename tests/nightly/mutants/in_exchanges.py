@@ -54,7 +54,7 @@ EXCHANGE_MUTANTS = (
     Mutant(
         "keys used before they arrived",
         COMM_RING,
-        "        for work in self.works:\n            work.wait()\n",
+        "        for work in self.works:\n            wait_for(work)\n",
         "",
         (late("ring 2 zigzag"),),
         "On one node the data is nearly always there; a slow link makes a model of whatever memory held.",
@@ -62,7 +62,7 @@ EXCHANGE_MUTANTS = (
     Mutant(
         "heads used before they arrived",
         ALL_TO_ALL,
-        "                self._work.wait()",
+        "                wait_for(self._work)",
         "                pass",
         (late("ulysses 2"),),
         "Likewise, over Ulysses.",
@@ -70,7 +70,7 @@ EXCHANGE_MUTANTS = (
     Mutant(
         "gathered keys used before they arrived",
         COMM_GATHER,
-        "                self._work.wait()",
+        "                wait_for(self._work)",
         "                pass",
         (late("gather 2 zigzag two_kernel/two_kernel 1"),),
         "Likewise, with an all-gather.",

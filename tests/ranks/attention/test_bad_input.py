@@ -113,7 +113,7 @@ SETTINGS: dict[str, tuple[Change, str]] = {
     ),
     "unknown exchange": (
         {"exchange": "smoke"},
-        "exchange must be one of ring, all_gather.*, got 'smoke'",
+        "exchange must be one of ring, rotation, all_gather.*, got 'smoke'",
     ),
     "unknown execution": (
         {"exchange": "all_gather", "backward_execution": "magic"},

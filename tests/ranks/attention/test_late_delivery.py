@@ -61,7 +61,7 @@ def attend_late(rank: int, world_size: int, grid: Grid, *, as_nccl: bool = False
 def posts_of(grid: Grid) -> set[str]:
     """Functions of torch.distributed that attention on a grid posts messages by; each must be delayed."""
     found = {"all_to_all_single"} if grid.ulysses > 1 else set[str]()
-    if grid.ring > 1 and grid.exchange.name == "ring":
+    if grid.ring > 1 and grid.exchange.name in ("ring", "rotation"):
         found.add("batch_isend_irecv")
     elif grid.ring > 1:
         newest = next(name for name in reversed(GATHERS) if hasattr(dist, name))

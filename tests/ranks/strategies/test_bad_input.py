@@ -95,7 +95,7 @@ def fit(
             "data_parallel must be one of ddp, fsdp, hsdp, zero1, got 'deepspeed'",
         ),
         ({"layout": "striped"}, "layout must be one of auto, contiguous, zigzag, balanced"),
-        ({"labels": "shifted"}, "labels must be one of auto, aligned, shift, got 'shifted'"),
+        ({"labels": "shifted"}, "labels must be one of auto, aligned, shift, none, got 'shifted'"),
         ({"kernel": "fast"}, "kernel must be one of auto, aten"),
         ({"ring_size": 0}, "ring_size must be an integer of at least 1, got 0"),
         ({"ulysses_size": -2}, "ulysses_size must be an integer of at least 1, got -2"),
