@@ -16,7 +16,8 @@ from lightning_cp.batch.documents import documents_of, padding_mask_of
 from lightning_cp.batch.loss_calls import LossCalls
 from lightning_cp.batch.sharder import ShardedBatch, Sharding, read_if_known
 from lightning_cp.batch.step_state import PositionInfo, StepState
-from lightning_cp.errors import ConfigError
+from lightning_cp.comm.consensus import all_equal
+from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.layout.axes import Flat
 from lightning_cp.logging.reduce import PendingFindings, equal, side_by_side, weighted_mean
@@ -339,8 +340,15 @@ class StepContext:
         return self.mesh.shard(whole, layout, dim=dim)
 
     def gather_data(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all data ranks; differentiable."""
+        """Return the rows of all data ranks; differentiable. All ranks call this.
+
+        Raises:
+            ShapeError: ranks have other numbers of rows, or not all of them are here.
+        """
         self.before_data()
+        facts = "gather_data", tuple(x.shape), str(x.dtype)
+        if self.mesh.data_size > 1 and not all_equal(facts, self.mesh.control_group(Flat.LOSS)):
+            raise ShapeError(_ROWS.format(tuple(x.shape)))
         return gather_rows(x, self.mesh.group(Flat.DATA))
 
     def token_positions(self, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -450,6 +458,10 @@ class StepContext:
             self.loss.after_backward(state, parameters)
 
 
+_ROWS = (
+    "gather_data was given {} on this rank, and something else on another one, or another rank did not call "
+    "it. Give as many rows on every rank: pad the last batch, or leave it out (drop_last=True)."
+)
 _NO_BATCH = (
     "a context-parallel step began without a sharded batch. Let the strategy move the batch (do not override "
     "transfer with a step that takes dataloader_iter)."

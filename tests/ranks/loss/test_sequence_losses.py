@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_cp.errors import ConfigError, LightningCPError
+from lightning_cp.errors import ConfigError, LightningCPError, ShapeError
 from tests.helpers.pool import expect_on_every_rank, run_ranks
 from tests.helpers.strategies.small import (
     HYBRID,
@@ -260,6 +260,26 @@ def test_targets_of_equal_weight_and_whole_rows_do_not_mix() -> None:
     match = "would be weighted by the tokens of its rows.*token_weighting='micro_batch'"
     settings = {**RING, "token_weighting": "global"}
     expect_on_every_rank(2, stepped, settings, mixed, "aligned", error=ConfigError, match=match)
+
+
+def of_other_rows(rank: int, world_size: int, rows: int) -> torch.Tensor:
+    """A value of all data ranks' rows, of which the second has ``rows``."""
+    loop = Loop(world_size, {**RING, "labels": "none", "data_parallel_size": 2})
+    strategy: Any = loop.fabric.strategy
+    try:
+        ids = torch.randint(0, 48, (rows if rank > 1 else 2, 29))
+        local = strategy.shard_batch({"input_ids": ids}, training=True)
+        ones = torch.ones_like(local["input_ids"]).double()
+        return strategy.gather_data(strategy.sequence_sum(ones))
+    finally:
+        loop.end()
+
+
+def test_rows_of_all_data_ranks() -> None:
+    for got in run_ranks(4, of_other_rows, 2):
+        assert got.tolist() == [29] * 4
+    match = r"gather_data was given \(\d,\) on this rank.*Give as many rows on every rank"
+    expect_on_every_rank(4, of_other_rows, 3, error=ShapeError, match=match)
 
 
 def on_one_device(rank: int, world_size: int) -> None:
