@@ -15,7 +15,15 @@ from tests.helpers.models.steps import Case
 from tests.helpers.models.zoo import make
 from tests.helpers.pool import expect_on_every_rank, run_ranks
 from tests.helpers.pool.environment import PoolEnvironment
-from tests.helpers.strategies.small import HYBRID, RING, RING3, ULYSSES, Settings, alone
+from tests.helpers.strategies.small import (
+    HYBRID,
+    RING,
+    RING3,
+    ULYSSES,
+    Settings,
+    alone,
+    whole,
+)
 
 LENGTH = 29
 ENCODER: dict[str, Any] = {
@@ -100,16 +108,16 @@ def trained(
         use_distributed_sampler=False,
     )
     losses: list[torch.Tensor] = []
-    for whole in loader:
-        batch = whole if settings is None else strategy.shard_batch(whole)
-        output = model(**batch)
+    for batch in loader:
+        part = batch if settings is None else strategy.shard_batch(batch)
+        output = model(**part)
         fabric.backward(output.loss)
         losses += [output.loss.detach(), output.logits.detach()]
         optimizer.step()
         optimizer.zero_grad()
     if settings is not None:
         strategy.end_step()
-    return losses, {n: p.detach().clone() for n, p in made.named_parameters()}
+    return losses, {n: whole(p.detach()).clone() for n, p in made.named_parameters()}
 
 
 @lru_cache(maxsize=16)
