@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.utils import _pytree as pytree
@@ -98,3 +98,8 @@ class BatchRules:
     labels: str = "ignore"
     padding: bool = True
     reads_masks: bool = False
+
+    @property
+    def without_targets(self) -> BatchRules:
+        """The same rules for a step that needs no targets of tokens; labels of rows stay labels of rows."""
+        return self if self.labels == "none" else replace(self, labels="ignore")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
@@ -159,7 +159,7 @@ def add_positions_and_targets(batch: Any, rules: BatchRules, *, positions: bool 
     if not isinstance(batch, MutableMapping):
         return batch
     added: dict[str, torch.Tensor] = {}
-    whole = read_if_known(batch, replace(rules, labels="ignore"))
+    whole = read_if_known(batch, rules.without_targets)
     if whole is not None and positions and POSITIONS not in batch:
         device = dict(tensors_of(batch))[next(iter(whole.dims))].device
         added[POSITIONS] = torch.arange(whole.seq_len, device=device).expand(whole.rows, -1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -320,7 +319,7 @@ class StepContext:
 
     def _whole_sequences(self, x: torch.Tensor) -> SequenceTokens:
         """Return the sequences of a batch that this rank has whole; its padding is known from the batch."""
-        rules = replace(self._binding.rules, labels="ignore")
+        rules = self._binding.rules.without_targets
         whole = None if self.whole_batch is None else read_if_known(self.whole_batch, rules)
         if whole is None or (whole.rows, whole.seq_len) != x.shape[:2]:
             return SequenceTokens.whole(*x.shape[:2], device=x.device)

@@ -288,7 +288,9 @@ def on_one_device(rank: int, world_size: int) -> None:
     strategy: Any = loop.fabric.strategy
     ids = torch.arange(12).view(2, 6)
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]])
-    strategy.shard_batch({"input_ids": ids, "attention_mask": mask}, training=True)
+    labels = torch.tensor([1, 0])  # of rows
+    whole = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    strategy.shard_batch(whole, training=True)
     assert strategy.sequence_pick(ids, -1).tolist() == [3, 11]
     assert strategy.sequence_sum(ids.double()).tolist() == [6, 45]
     packed = {"input_ids": ids, "segment_ids": torch.tensor([[0, 0, 1, 1, 1, 2], [0] * 6])}
