@@ -23,7 +23,7 @@ from lightning_cp.comm.ring import Transfer, start_transfer
 from lightning_cp.kernels.merge import Accumulator, GradientSum, GradientSums
 from lightning_cp.kernels.protocol import QKV, Merged, accumulate_dtype
 from lightning_cp.layout.axes import Axis
-from lightning_cp.layout.tiles import Hop, Tile
+from lightning_cp.layout.tiles import Hop, Ranges, Tile
 from lightning_cp.utils.tracing import profile_range
 
 
@@ -113,6 +113,8 @@ class _KeyExchange:
         self._own = keys
         self._plan = plan
         self._pending: Transfer | None = None
+        self._message: tuple[Ranges, torch.Tensor] | None = None
+        """Own keys of the last message, which the next hop sends again if it needs the same ones."""
 
     def receive(self, hop: Hop) -> tuple[Keys, tuple[Tile, ...]]:
         """Return the keys of ``hop`` with the tiles that index them; posts the next hop first."""
@@ -130,9 +132,19 @@ class _KeyExchange:
         shape = (hop.num_received, *self._own.pair_shape[1:]) if hop.recv else None
         group = self._plan.mesh.group(Axis.RING)
         with profile_range("copies"):
-            sent = keys.message(hop.send) if hop.send else None
+            sent = self._pack(keys, hop.send) if hop.send else None
+        if hop.index + 1 == len(self._plan.hops):
+            self._message = None
         with profile_range("hop {} keys post", hop.index):
             return start_transfer(sent, hop.dest, shape, hop.source, self._own.tensors[0], group)
+
+    def _pack(self, keys: Keys, ranges: Ranges) -> torch.Tensor:
+        if keys is not self._own:
+            return keys.message(ranges)
+        if self._message is None or self._message[0] != ranges:
+            self._message = None  # freed before the next one is made
+            self._message = (ranges, keys.message(ranges))
+        return self._message[1]
 
 
 class _GradientExchange:

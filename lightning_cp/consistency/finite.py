@@ -6,7 +6,7 @@ gradients and one sum of two numbers per step. The sum also carries requests of 
 see ``signals``), so that all receive them at the same step.
 
 The norm of the gradients takes one fused pass: a non-finite gradient makes it non-finite. The reverse may be
-false, as squares of large numbers overflow, so then every gradient is tested.
+false, as squares of large float64 numbers overflow, so then every gradient is tested.
 
 With a ``GradScaler`` (``precision="16-mixed"``) gradients may be infinite by design, and the scaler skips
 such a step: ranks vote on losses and settings only.
@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.spike import SpikeDetection
 from torch import nn
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lightning_cp.comm.consensus import all_equal_sum, gather_facts, gather_objects
@@ -33,6 +32,7 @@ from lightning_cp.errors import NonFiniteError
 from lightning_cp.loss.counts import TargetCounts
 from lightning_cp.utils.containers import tensors_of
 from lightning_cp.utils.dtensor import local_part
+from lightning_cp.utils.tensors import total_norm
 
 WHAT = "end of a step"
 
@@ -184,7 +184,7 @@ def _test_step(
     """
     flags = [differ]
     if optimizer is not None:
-        flags += [~get_total_norm(_local_gradients(optimizer)).isfinite(), bad_loss]
+        flags += [~total_norm(_local_gradients(optimizer)).isfinite(), bad_loss]
     given = [flag for flag in flags if flag is not None]
     if not given or not torch.stack([flag.to(given[-1].device) for flag in given]).any():
         return True, True

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_cp.comm.reduce import all_max, all_mean, all_sum
 from lightning_cp.errors import NonFiniteError
 from lightning_cp.utils.dtensor import local_part
+from lightning_cp.utils.tensors import total_norm
 
 _Key = tuple[str, tuple[dist.ProcessGroup, ...]]
 
@@ -33,20 +34,16 @@ def gradient_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) ->
         parameters: plain tensors and DTensors, on any meshes.
         norm_type: p of the p-norm; ``inf`` for the largest element.
     """
-    powers: dict[_Key, torch.Tensor] = {}
+    parts: dict[_Key, list[torch.Tensor]] = defaultdict(list)
     for parameter in parameters:
-        key = _shared_over(parameter)
-        power = _power(parameter.grad, norm_type)
-        before = powers.get(key)
-        powers[key] = power if before is None else _combined(before, power, norm_type)
-    if not powers:
+        own = parts[_shared_over(parameter)]  # also without a gradient: other ranks may have one
+        if parameter.grad is not None:
+            own.append(local_part(parameter.grad))
+    if not parts:
         return torch.zeros((), dtype=torch.float64)
-    totals = [_over_ranks(power, key, norm_type) for key, power in powers.items()]
-    device = next((x.device for x in totals if x.device.type != "cpu"), totals[0].device)
-    totals = [x.to(device) for x in totals]
-    if math.isinf(norm_type):
-        return torch.stack(totals).max()
-    return torch.stack(totals).sum() ** (1.0 / norm_type)
+    norms = [_over_ranks(total_norm(own, norm_type), key, norm_type) for key, own in parts.items()]
+    device = next((x.device for x in norms if x.device.type != "cpu"), norms[0].device)
+    return torch.linalg.vector_norm(torch.stack([x.to(device) for x in norms]), norm_type)
 
 
 def clip_norm(
@@ -93,28 +90,18 @@ def _shared_over(parameter: torch.Tensor) -> _Key:
     return mesh.device_type, tuple(mesh.get_group(at) for at in axes if mesh.size(at) > 1)
 
 
-def _power(gradient: torch.Tensor | None, norm_type: float) -> torch.Tensor:
-    """The sum of ``|g|^p`` of this rank's entries, or the largest ``|g|``: float64 []."""
-    if gradient is None or not local_part(gradient).numel():
-        return torch.zeros((), dtype=torch.float64)
-    norm = torch.linalg.vector_norm(local_part(gradient), norm_type, dtype=torch.float64)
-    return norm if math.isinf(norm_type) else norm**norm_type
-
-
-def _combined(a: torch.Tensor, b: torch.Tensor, norm_type: float) -> torch.Tensor:
-    a, b = (a.to(b.device), b) if b.device.type != "cpu" else (a, b.to(a.device))
-    return torch.maximum(a, b) if math.isinf(norm_type) else a + b
-
-
-def _over_ranks(power: torch.Tensor, key: _Key, norm_type: float) -> torch.Tensor:
-    """Combine the values of the groups' ranks on the device of their messages; return the result on the
+def _over_ranks(norm: torch.Tensor, key: _Key, norm_type: float) -> torch.Tensor:
+    """Combine the norms of the groups' ranks on the device of their messages; return the result on the
     original device.
     """
     device_type, groups = key
-    total = power.to(device_type) if groups else power
+    total = norm.to(device_type) if groups else norm
     for group in groups:
-        total = (all_max if math.isinf(norm_type) else all_sum)(total, group)
-    return total.to(power.device)
+        if math.isinf(norm_type):
+            total = all_max(total, group)
+        else:
+            total = all_sum(total**norm_type, group) ** (1.0 / norm_type)
+    return total.to(norm.device)
 
 
 # Gradients of a loss that a ``GradScaler`` has scaled.

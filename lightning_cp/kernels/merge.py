@@ -58,6 +58,16 @@ def batch_rows(row: int) -> slice:
     return slice(None) if row == ALL_ROWS else slice(row, row + 1)
 
 
+def fill_beside(x: torch.Tensor, row: int, start: int, end: int, value: float) -> None:
+    """Fill [B, L, ...] but for the tokens ``start .. end`` of one batch row (or of ``ALL_ROWS``)."""
+    if row != ALL_ROWS:
+        x[:row].fill_(value)
+        x[row + 1 :].fill_(value)
+    own = x[batch_rows(row)]
+    own[:, :start].fill_(value)
+    own[:, end:].fill_(value)
+
+
 class Accumulator:
     """Running ``(out, lse)`` of one rank's queries over the tiles seen so far.
 
@@ -111,7 +121,12 @@ class Accumulator:
         if self._out is None and out_BLHD.shape == self._shape:
             self._out, self._lse = out_BLHD, lse_BHL.to(self.dtype)
             return
-        rows, (out, lse) = batch_rows(row), self._buffers()
+        rows = batch_rows(row)
+        if self._out is None:
+            out, lse = self._begin(row, queries)
+            out[rows, queries], lse[rows, :, queries] = out_BLHD, lse_BHL
+            return
+        out, lse = self._buffers()
         with profile_range("merge"):
             merge(out[rows, queries], lse[rows, :, queries], out_BLHD, lse_BHL)
 
@@ -161,17 +176,23 @@ class Accumulator:
 
     def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._out is None or self._lse is None:
-            batch, queries, heads, _ = self._shape
-            out = self._zeros()
-            self._out, self._lse = out, out.new_full((batch, heads, queries), -torch.inf)
+            return self._begin(ALL_ROWS, slice(0, 0))
         self._out = self._out.to(self.dtype)
         return self._out, self._lse
 
-    def _zeros(self) -> torch.Tensor:
-        """Return ``out`` without keys, with the memory order of the queries' tokens and batch rows."""
+    def _begin(self, row: int, queries: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Allocate ``out`` and ``lse``, as without keys but for some queries, which the caller writes.
+
+        ``out`` has the memory order of the queries' tokens and batch rows.
+        """
+        batch, length, heads, _ = self._shape
         order = sorted(range(3), key=lambda dim: -self._q.stride(dim))
         how = {"dtype": self.dtype, "device": self._q.device}
-        return torch.empty_permuted(self._shape, (*order, 3), **how).zero_()
+        self._out = torch.empty_permuted(self._shape, (*order, 3), **how)
+        self._lse = torch.empty(batch, heads, length, **how)
+        fill_beside(self._out, row, queries.start, queries.stop, 0.0)
+        fill_beside(self._lse.transpose(1, 2), row, queries.start, queries.stop, -torch.inf)
+        return self._out, self._lse
 
 
 class GradientSum:
@@ -244,12 +265,7 @@ class GradientSum:
         """
         assert self._sum is None
         self._sum = self._like = memory = self._memory()
-        if row != ALL_ROWS:
-            memory[:row].zero_()
-            memory[row + 1 :].zero_()
-        own = memory[batch_rows(row)]
-        own[:, :start].zero_()
-        own[:, end:].zero_()
+        fill_beside(memory, row, start, end, 0.0)
         return memory
 
     def _memory(self) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -34,3 +35,24 @@ def start_to_host(
 
 
 vector_norm: Callable[..., torch.Tensor] = torch.linalg.vector_norm
+
+foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm
+
+
+def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """Return the p-norm of all entries as one vector: float64 [], on a GPU if some tensor is on one.
+
+    One fused pass for each device and dtype; 0 without any entry. The host does not wait.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for x in tensors:
+        if x.numel():
+            groups[x.device, x.dtype].append(x)
+    norms = [
+        vector_norm(torch.stack(foreach_norm(each, norm_type, dtype=torch.float64)), norm_type)
+        for each in groups.values()
+    ]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64)
+    device = next((x.device for x in norms if x.device.type != "cpu"), norms[0].device)
+    return vector_norm(torch.stack([x.to(device) for x in norms]), norm_type)

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from lightning_cp.attention.api import context_parallel_attention
+from lightning_cp.attention.keys import Keys
 from lightning_cp.kernels.protocol import accumulate_dtype
 from lightning_cp.layout import HeadSplit, Traffic, attention_traffic, schedule
+from lightning_cp.layout.tiles import Ranges
 from lightning_cp.mesh import ContextParallelMesh
 from tests.helpers.attention.distributed import mesh_of
 from tests.helpers.attention.problems import (
@@ -157,6 +159,22 @@ def test_a_full_ring_sends_its_keys_to_every_other_rank(ranks: int) -> None:
         gradients = 2 * keys  # float32: twice as wide
         total = 2 * (keys + gradients) * (ranks - 1)
         assert backward == Traffic(0, 0, 2 * (ranks - 1), total)
+
+
+def count_packs(rank: int, world_size: int, causal: bool) -> int:
+    """Copies of keys into messages in a forward and a backward."""
+    made: list[Ranges] = []
+    message = Keys.message
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Keys, "message", lambda self, x: made.append(x) or message(self, x))
+        record(rank, world_size, [Problem((4, 2), "divides", causal=causal)], Grid(world_size))
+    return len(made)
+
+
+def test_equal_ranges_of_keys_are_packed_once_in_each_pass() -> None:
+    """Later ranks need the first half of the causal keys, and earlier ones both: two kinds of message."""
+    assert run_ranks(4, count_packs, False) == [2] * 4
+    assert run_ranks(4, count_packs, True) == [2, 4, 4, 2]
 
 
 @pytest.mark.parametrize(("ranks", "kv_heads"), [(2, 8), (4, 8), (8, 8), (8, 2), (4, 1)])

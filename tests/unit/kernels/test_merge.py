@@ -131,6 +131,26 @@ def test_accumulator_places_rows_and_queries() -> None:
     assert bool((got_lse[0] == -torch.inf).all())
 
 
+@pytest.mark.parametrize(("row", "start"), [(1, 1), (0, 0), (ALL_ROWS, 3)])
+def test_first_partial_result_is_written_not_merged(
+    row: int, start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what it leaves is filled: there memory begins as NaN, and no merge is made."""
+    monkeypatch.setattr("lightning_cp.kernels.merge.merge", None)
+    for name in ("empty", "empty_permuted"):
+        make = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, own=make, **how: own(*a, **how).fill_(torch.nan))
+    state = Accumulator(torch.zeros(2, 5, 3, 2), torch.float32)
+    out, lse = results(2 if row == ALL_ROWS else 1, 2)
+    state.add(row, start, out, lse)
+    want_out, want_lse = torch.zeros(2, 5, 3, 2), torch.full((2, 3, 5), -torch.inf)
+    want_out[batch_rows(row), start : start + 2] = out
+    want_lse[batch_rows(row), :, start : start + 2] = lse
+    got_out, got_lse = state.result(torch.float32)
+    assert torch.equal(got_out, want_out)
+    assert torch.equal(got_lse, want_lse)
+
+
 def test_accumulator_without_results() -> None:
     out, lse = Accumulator(torch.empty(2, 5, 3, 2), torch.float64).result(torch.bfloat16)
     assert out.dtype == torch.bfloat16
