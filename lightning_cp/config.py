@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.select import ALIASES, kernels
 from lightning_cp.layout.axes import divisors, join_with_or
-from lightning_cp.layout.exchange import EXCHANGES, EXECUTIONS, Exchange
+from lightning_cp.layout.exchange import EXCHANGES, EXECUTIONS, KEY_GRADIENTS, Exchange
 from lightning_cp.layout.sequence import LAYOUT_KINDS
 
 GATHERING_MODE = "zigzag_llama3"
@@ -139,6 +139,14 @@ class AttentionSettings:
     kv_heads_per_gather: int | None = setting(
         1,
         "K/V heads that are gathered at a time, which bounds the memory; `None`: all heads at once.",
+    )
+    key_gradients: str = setting(
+        "accumulate",
+        "dtype in which a ring sends gradients of keys and values home: `accumulate` (that of their sums, "
+        "float32 for 16-bit inputs) or `compute` (that of the inputs: half the bytes, and each hop's part "
+        "is rounded once).",
+        choices=KEY_GRADIENTS,
+        guide="performance.md",
     )
     layout: str = setting(
         "auto",
@@ -443,9 +451,8 @@ class StrategyConfig(  # the order of its fields: a dataclass begins with those 
     def attention_exchange(self) -> Exchange:
         """The exchange of keys over the ring axis."""
         name = "all_gather" if self.mode == GATHERING_MODE else self.exchange
-        return Exchange(
-            name, self.forward_execution, self.backward_execution, self.kv_heads_per_gather
-        )
+        executions = self.forward_execution, self.backward_execution
+        return Exchange(name, *executions, self.kv_heads_per_gather, self.key_gradients)
 
 
 def not_default(settings: Any) -> dict[str, Any]:
@@ -477,29 +484,6 @@ def _settings_of(group: str, given: Any) -> dict[str, Any]:
                 f"{group}= has no setting {name!r}. {hint}Its settings are {', '.join(names)}."
             )
     return settings
-
-
-def check_module_names(name: str, given: object, example: str, found: str) -> None:
-    """Check that a setting names modules.
-
-    Args:
-        name: of the setting.
-        given: class names or patterns of module names, one or several.
-        example: of both.
-        found: modules that ``None`` stands for, for the message.
-
-    Raises:
-        ConfigError: any other value.
-    """
-    listed: Any = [given] if isinstance(given, str) else given
-    names = cast(Sequence[object], listed if isinstance(listed, (list, tuple)) else ())
-    if names and all(isinstance(x, str) and x for x in names):
-        return
-    raise ConfigError(
-        f"{name} must be class names or patterns of module names, such as {example}, or None to find "
-        f"{found}, got {given!r}. "
-        "Put names into a list."
-    )
 
 
 def profile_steps(profile: Any) -> tuple[int, ...]:

@@ -40,6 +40,7 @@ class _Options(TypedDict, total=False):
     forward_execution: str
     backward_execution: str
     kv_heads_per_gather: int | None
+    key_gradients: str
 
 
 @overload
@@ -92,6 +93,7 @@ def context_parallel_attention(
     forward_execution: str = "two_kernel",
     backward_execution: str = "two_kernel",
     kv_heads_per_gather: int | None = 1,
+    key_gradients: str = "accumulate",
     return_lse: bool = False,
     return_max_logits: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -114,6 +116,7 @@ def context_parallel_attention(
         forward_execution: of ``all_gather``, ``two_kernel`` or ``fused``; see :class:`Exchange`.
         backward_execution: likewise.
         kv_heads_per_gather: of ``all_gather``, K/V heads gathered at a time; ``None`` is all of them.
+        key_gradients: of ``ring``, the dtype in which gradients of keys travel: see :class:`Exchange`.
         return_lse: also return the log-sum-exp [B, H, L], sinks included (no gradient flows through it).
         return_max_logits: also return the largest score of each query, as it enters the softmax and
             without sinks: float32 [B, H, L] (no gradient).
@@ -134,7 +137,8 @@ def context_parallel_attention(
     plan: AttentionPlan | None = None
     facts: dict[str, object] = {}
     try:
-        how = Exchange(exchange, forward_execution, backward_execution, kv_heads_per_gather)
+        executions = forward_execution, backward_execution
+        how = Exchange(exchange, *executions, kv_heads_per_gather, key_gradients)
         plan = make_plan(
             *(q_BLHD, k_BLKD, v_BLKD, mesh, layout, spec, kernel),
             exchange=how,

@@ -52,7 +52,8 @@ class ContextParallelAttention(torch.autograd.Function):
     ========  =========================================  ==============================================
 
     With ``exchange="rotation"`` hops send to r+1 and receive from r-1, and dkv of a hop include the previous
-    ranks' sums. With ``exchange="all_gather"`` the three lines of hops are, for some K/V heads at a time:
+    ranks' sums. With ``key_gradients="compute"`` dkv travel in the inputs' dtype. With
+    ``exchange="all_gather"`` the three lines of hops are, for some K/V heads at a time:
 
     ========  =========================================  ==============================================
     forward   kv [T,B,2k,D] -> [R*T,B,2k,D]              all-gather over ring

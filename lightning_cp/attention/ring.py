@@ -76,9 +76,9 @@ def ring_backward(
     q_BLHD = q_TBHD.transpose(0, 1)
     dq = GradientSum(q_BLHD, accumulate_dtype(q_TBHD.dtype))
     exchange, (own, *hops) = _KeyExchange(keys, plan), plan.hops
-    returning = _GradientExchange(
-        _differentiate(merged, q_BLHD, exchange.receive(own), own, dq, plan), plan
-    )
+    ours = _differentiate(merged, q_BLHD, exchange.receive(own), own, dq, plan)
+    is_narrow = plan.exchange.key_gradients == "compute"
+    returning = _GradientExchange(ours, plan, q_TBHD.dtype if is_narrow else dq.dtype)
     for hop in hops:
         if hop.tiles:
             dq.widen()
@@ -152,11 +152,16 @@ class _GradientExchange:
 
     In a rotation what arrives belongs to the keys of the next hop, and goes on with their gradients; at the
     end it belongs to this rank's keys.
+
+    Args:
+        own: sums of the gradients of this rank's keys.
+        plan: of the call.
+        dtype: of the messages.
     """
 
-    def __init__(self, own: KeyGradientSums, plan: AttentionPlan) -> None:
+    def __init__(self, own: KeyGradientSums, plan: AttentionPlan, dtype: torch.dtype) -> None:
         self._own = own
-        self._like = own.empty()
+        self._like = own.empty().to(dtype)
         self._plan = plan
         self._pending: tuple[Transfer, Hop] | None = None
 
@@ -168,7 +173,7 @@ class _GradientExchange:
         to, source = (hop.dest, hop.source) if self._plan.rotates else (hop.source, hop.dest)
         shape = (hop.num_sent, *gradients.shape_of_key) if hop.send else None
         with profile_range("copies"):
-            sent = gradients.message() if hop.recv else None
+            sent = gradients.message().to(self._like.dtype) if hop.recv else None
         back = (shape, source, self._like, self._plan.mesh.group(Axis.RING))
         with profile_range("hop {} gradients post", hop.index):
             transfer = start_transfer(sent, to, *back)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from lightning_cp.config import ShardingSettings, StrategyConfig, check_module_names
+from lightning_cp.config import ShardingSettings, StrategyConfig
 from lightning_cp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -116,3 +117,26 @@ def _check_wrapping(settings: StrategyConfig) -> None:
     if settings.wrap_modules is not None:
         example = "'LlamaDecoderLayer' or 'model.layers.*'"
         check_module_names("wrap_modules", settings.wrap_modules, example, "the blocks")
+
+
+def check_module_names(name: str, given: object, example: str, found: str) -> None:
+    """Check that a setting names modules.
+
+    Args:
+        name: of the setting.
+        given: class names or patterns of module names, one or several.
+        example: of both.
+        found: modules that ``None`` stands for, for the message.
+
+    Raises:
+        ConfigError: any other value.
+    """
+    listed: Any = [given] if isinstance(given, str) else given
+    names = cast(Sequence[object], listed if isinstance(listed, (list, tuple)) else ())
+    if names and all(isinstance(x, str) and x for x in names):
+        return
+    raise ConfigError(
+        f"{name} must be class names or patterns of module names, such as {example}, or None to find "
+        f"{found}, got {given!r}. "
+        "Put names into a list."
+    )

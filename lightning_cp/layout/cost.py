@@ -210,6 +210,7 @@ def attention_traffic(
     accumulate_itemsize: int,
     exchange: str = "ring",
     kv_heads_per_gather: int | None = 1,
+    key_gradients: str = "accumulate",
     value_dim: int | None = None,
 ) -> tuple[Traffic, Traffic]:
     """Return the traffic of ``cp_rank`` in (forward, backward) of one attention call.
@@ -230,6 +231,7 @@ def attention_traffic(
         accumulate_itemsize: bytes per entry of accumulated gradients (4, or 8 for float64).
         exchange: ``ring``, ``rotation`` or ``all_gather``.
         kv_heads_per_gather: of ``all_gather``.
+        key_gradients: of ``ring``, as in :class:`Exchange`.
         value_dim: entries per head of v; by default ``head_dim``.
 
     Raises:
@@ -240,7 +242,8 @@ def attention_traffic(
     per_key = heads.num_local_kv(ulysses_rank) * pair
     if exchange in ("ring", "rotation"):
         hops = ring_hops(plan, ring_rank, exchange)
-        over_ring = _ring(hops, per_key, itemsize, accumulate_itemsize)
+        wide = itemsize if key_gradients == "compute" else accumulate_itemsize
+        over_ring = _ring(hops, per_key, itemsize, wide)
     elif exchange != "all_gather":
         raise ConfigError(
             f"what exchange={exchange!r} sends is another library's, and not counted. "
@@ -265,13 +268,13 @@ def attention_traffic(
 
 
 def _ring(
-    hops: Sequence[Hop], per_key: int, itemsize: int, accumulate_itemsize: int
+    hops: Sequence[Hop], per_key: int, itemsize: int, gradient_itemsize: int
 ) -> tuple[Traffic, Traffic]:
     """Traffic of a ring: K and V in forward; K and V again, and their returning gradients, in backward."""
     sends = sum(1 for hop in hops[1:] if hop.send)
     returns = sum(1 for hop in hops[1:] if hop.recv)
     keys = sum(hop.num_sent for hop in hops[1:]) * per_key * itemsize
-    gradients = sum(hop.num_received for hop in hops[1:]) * per_key * accumulate_itemsize
+    gradients = sum(hop.num_received for hop in hops[1:]) * per_key * gradient_itemsize
     return (
         Traffic(p2p_messages=sends, p2p_bytes=keys),
         Traffic(p2p_messages=sends + returns, p2p_bytes=keys + gradients),

@@ -131,6 +131,7 @@ def _rank_order(layout: SequenceLayout) -> Ranges:
     return tuple(zip(places[first].tolist(), (places[first] + total).tolist(), strict=True))
 
 
+KEY_GRADIENTS = ("accumulate", "compute")
 EXCHANGES = ("ring", "rotation", "all_gather", "ring_flash_attn")
 
 _USE_ALL_GATHER = (
@@ -151,6 +152,8 @@ class Exchange:
         backward: likewise.
         kv_heads_per_gather: of ``all_gather``: K/V heads gathered at a time, which bounds its memory;
             ``None`` gathers all heads at once.
+        key_gradients: of ``ring``: dtype in which gradients of keys travel, ``accumulate`` (that of their
+            sums) or ``compute`` (that of the inputs, with half the bytes; each hop's part is rounded).
 
     Raises:
         ConfigError: an unknown value, or one that the exchange does not use.
@@ -160,11 +163,13 @@ class Exchange:
     forward: str = "two_kernel"
     backward: str = "two_kernel"
     kv_heads_per_gather: int | None = 1
+    key_gradients: str = "accumulate"
 
     def __post_init__(self) -> None:
         _check("exchange", self.name, EXCHANGES)
         _check("forward_execution", self.forward, EXECUTIONS)
         _check("backward_execution", self.backward, EXECUTIONS)
+        _check("key_gradients", self.key_gradients, KEY_GRADIENTS)
         heads = self.kv_heads_per_gather
         if heads is not None and (type(heads) is not int or heads < 1):
             raise ConfigError(
@@ -175,6 +180,12 @@ class Exchange:
         self._check_unused_options()
 
     def _check_unused_options(self) -> None:
+        if self.key_gradients != "accumulate" and self.name != "ring":
+            raise ConfigError(
+                f"key_gradients={self.key_gradients!r} says how gradients travel from hop to hop of "
+                f"exchange='ring', and exchange={self.name!r} sends none or sums of them. Leave one of the "
+                "two settings out."
+            )
         if self.name == "all_gather":
             return
         for name in ("forward", "backward"):

@@ -93,6 +93,7 @@ def _traffic(
         accumulate_itemsize=accumulate_dtype(q_BLHD.dtype).itemsize,
         exchange=plan.exchange.name,
         kv_heads_per_gather=plan.exchange.kv_heads_per_gather,
+        key_gradients=plan.exchange.key_gradients,
     )
 
 

@@ -178,6 +178,9 @@ class ContextParallelStrategy:
             that they wait for; ``auto``: 120, and 360 on CUDA; ``None``: ranks do not watch each other.
         first_step_timeout: the same for the first step, and for everything outside of steps; ``None``: no
             limit there.
+        key_gradients: dtype in which a ring sends gradients of keys and values home: ``accumulate`` (that
+            of their sums, float32 for 16-bit inputs) or ``compute`` (that of the inputs: half the bytes,
+            and each hop's part is rounded once).
         mesh: ``MeshSettings``, or a mapping of its settings, in place of single arguments.
         attention: ``AttentionSettings``, or a mapping of its settings, in place of single arguments.
         batch: ``BatchSettings``, or a mapping of its settings, in place of single arguments.
@@ -236,6 +239,7 @@ class ContextParallelStrategy:
         activation_offload: bool = False,
         step_timeout: float | str | None = "auto",
         first_step_timeout: float | None = 600.0,
+        key_gradients: str = "accumulate",
         *,
         mesh: MeshSettings | Mapping[str, Any] | None = None,
         attention: AttentionSettings | Mapping[str, Any] | None = None,

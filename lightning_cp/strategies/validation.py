@@ -27,11 +27,10 @@ from lightning_cp.config import (
     MemorySettings,
     MeshSettings,
     StrategyConfig,
-    check_module_names,
     explicit_cp_size,
     parity_steps_of,
 )
-from lightning_cp.engines.checks import check_engine
+from lightning_cp.engines.checks import check_engine, check_module_names
 from lightning_cp.errors import ConfigError
 
 TENSOR_PARALLEL_ENGINES = ("fsdp", "hsdp")

@@ -161,6 +161,7 @@ class Grid:
             "forward_execution": self.exchange.forward,
             "backward_execution": self.exchange.backward,
             "kv_heads_per_gather": self.exchange.kv_heads_per_gather,
+            "key_gradients": self.exchange.key_gradients,
         }
 
     @property
@@ -182,7 +183,8 @@ class Grid:
         if self.exchange.name == "rotation":
             return f"rotation {size} {self.kind}{dealt}"
         if self.exchange.name == "ring":
-            return f"{self.mode} {size} {self.kind}{dealt}"
+            narrow = ", narrow gradients" if self.exchange.key_gradients == "compute" else ""
+            return f"{self.mode} {size} {self.kind}{dealt}{narrow}"
         how = self.exchange
         stride = how.kv_heads_per_gather or "all"
         return f"gather {size} {self.kind}{dealt} {how.forward}/{how.backward} {stride}"
@@ -211,6 +213,9 @@ GATHERS: tuple[Grid, ...] = (
     Grid(2, 4, exchange=gather("two_kernel", "two_kernel", None)),
 )
 """zigzag_llama3 in all four combinations of execution; sorted by world size."""
+
+NARROW = Exchange(key_gradients="compute")
+"""A ring whose gradients travel in the inputs' dtype."""
 
 ROTATION = Exchange("rotation")
 ROTATIONS: tuple[Grid, ...] = (

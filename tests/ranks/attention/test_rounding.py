@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from tests.helpers import oracle
 from tests.helpers.attention import report
 from tests.helpers.attention.checking import SINGLE, norm_error
 from tests.helpers.attention.distributed import answers
-from tests.helpers.attention.problems import GRIDS, Grid, Problem, expected, rarely
+from tests.helpers.attention.problems import GRIDS, NARROW, Grid, Problem, expected, rarely
 
 EIGHT = [grid for grid in GRIDS if grid.world_size == 8]
 TWO = {grid.mode: grid for grid in GRIDS if grid.world_size == 2 and grid.kind == "zigzag"}
@@ -58,6 +60,24 @@ def test_eight_ranks_round_as_one_does(grid: Grid, kernel: str) -> None:
             worst[name] = max(worst[name], ratio)
             assert ratio <= LIMIT, (str(problem), name, many[name], alone[name])
     report.ratios[str(grid), kernel] = worst
+
+
+@pytest.mark.quick("ring 4 *")
+@pytest.mark.parametrize(
+    "grid", [Grid(4), Grid(8), Grid(4, kind="contiguous"), Grid(2, 2)], ids=str
+)
+def test_key_gradients_in_the_compute_dtype_round_each_part_once(grid: Grid) -> None:
+    """Only dk and dv change, by at most one rounding more; float32 gradients stay bit for bit the same."""
+    narrow = replace(grid, exchange=NARROW)
+    one = replace(PROBLEMS[0], dtype=torch.float32)
+    for name in NAMES:
+        pair = [getattr(answers([one], each, "aten")[0], name) for each in (grid, narrow)]
+        assert torch.equal(*pair), name
+    wide, rounded = measured(grid, "reference"), measured(narrow, "reference")
+    for exact, less in zip(wide, rounded, strict=True):
+        assert all(less[name] == exact[name] for name in ("out", "dq"))
+        for name in ("dk", "dv"):
+            print(grid, name, exact[name], less[name])
 
 
 @pytest.mark.nightly

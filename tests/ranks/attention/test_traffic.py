@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from tests.helpers.attention.problems import (
     BATCH,
     GRIDS,
     HEADS,
+    NARROW,
+    RING,
     SEQUENCES,
     Grid,
     Problem,
@@ -87,6 +90,7 @@ def planned(problem: Problem, grid: Grid, rank: int) -> tuple[Traffic, Traffic]:
         accumulate_itemsize=accumulate_dtype(problem.dtype).itemsize,
         exchange=grid.exchange.name,
         kv_heads_per_gather=grid.exchange.kv_heads_per_gather,
+        key_gradients=grid.exchange.key_gradients,
     )
 
 
@@ -117,6 +121,17 @@ def test_sends_what_the_schedule_says(grid: Grid) -> None:
             sent = sum(halves[half].traffic.total_bytes for halves in found)
             assert sent == sum(halves[half].received for halves in found)
             assert sent > 0
+
+
+@pytest.mark.parametrize("grid", [Grid(4, exchange=NARROW), Grid(2, 2, exchange=NARROW)], ids=str)
+def test_gradients_of_keys_travel_in_the_compute_dtype(grid: Grid) -> None:
+    problem = Problem(HEADS[grid.ulysses]["gqa"], dtype=torch.bfloat16)
+    wide = replace(grid, exchange=RING)
+    for rank, (_, backward) in enumerate(
+        found[0] for found in run_ranks(grid.world_size, record, [problem], grid)
+    ):
+        assert backward.traffic == planned(problem, grid, rank)[1]
+        assert backward.traffic.p2p_bytes < planned(problem, wide, rank)[1].p2p_bytes
 
 
 @pytest.mark.quick(

@@ -139,7 +139,9 @@ def test_first_partial_result_is_written_not_merged(
     monkeypatch.setattr("lightning_cp.kernels.merge.merge", None)
     for name in ("empty", "empty_permuted"):
         make = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *a, own=make, **how: own(*a, **how).fill_(torch.nan))
+        monkeypatch.setattr(
+            torch, name, lambda *a, own=make, **how: own(*a, **how).fill_(torch.nan)
+        )
     state = Accumulator(torch.zeros(2, 5, 3, 2), torch.float32)
     out, lse = results(2 if row == ALL_ROWS else 1, 2)
     state.add(row, start, out, lse)
