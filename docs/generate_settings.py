@@ -127,7 +127,7 @@ def _table(group: str) -> Iterator[str]:
     yield from ("| setting | default | meaning |", "|---|---|---|")
     for item in fields(GROUPS[group]):
         guide = item.metadata["guide"]
-        name = guide.partition(".")[0].replace("-", " ").replace("_", " ")
+        name = Path(guide.partition("#")[0]).stem.replace("-", " ").replace("_", " ")
         more = f" ([{name}](../{guide}))" if guide else ""
         text = item.metadata["text"].replace("|", "\\|")
         yield f"| `{item.name}` | `{literal(default_of(item))}` | {text}{more} |"

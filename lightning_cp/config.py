@@ -24,7 +24,7 @@ DEFAULT_CHUNK_TOKENS = 1024
 DEFAULT_TILE_TOKENS = 4096
 """Enough for matrix products at full speed, and for few additions to the parameters' gradients."""
 STEP_SECONDS = {"cpu": 120.0, "cuda": 360.0}
-"""``step_timeout="auto"`` by type of device: docs/faults.md says why."""
+"""``step_timeout="auto"`` by type of device: docs/concepts/faults.md says why."""
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class MeshSettings:
         'axis with `exchange="all_gather"`, also around Ulysses, with `ulysses_size`), or `auto` (as much '
         "Ulysses as the heads allow, ring for the rest). `ulysses_only` and `ring_only` are aliases.",
         choices=("auto", "ulysses", "ring", "hybrid", GATHERING_MODE),
-        guide="attention-modes.md",
+        guide="guides/modes.md",
     )
     ulysses_size: int | None = setting(
         None, "ranks that trade sequence for heads; must divide the number of heads."
@@ -81,7 +81,7 @@ class MeshSettings:
         "gradients sharded, parameters whole from a step's forward to its backward).",
         choices=("ddp", "fsdp", "hsdp", "zero1"),
         instead="zero1 for what DeepSpeed calls stage 1, fsdp for its stages 2 and 3",
-        guide="engines.md",
+        guide="guides/engines.md",
     )
     data_parallel_size: int = setting(1, "groups of ranks with different samples.")
     data_parallel_replicate_size: int = setting(
@@ -90,7 +90,7 @@ class MeshSettings:
     tensor_parallel_size: int = setting(
         1,
         "ranks that share each layer, next to each other; with `fsdp` or `hsdp`.",
-        guide="tensor-parallel.md",
+        guide="guides/tensor-parallel.md",
     )
 
     @property
@@ -127,7 +127,7 @@ class AttentionSettings:
         "needs), `rotation` (all of them, from each rank to the next: for nodes with few network cards), "
         "`all_gather` (all at once), or `ring_flash_attn` (by that package, where it is exact).",
         choices=EXCHANGES,
-        guide="kernels.md",
+        guide="guides/kernels.md",
     )
     forward_execution: str = setting(
         "two_kernel",
@@ -146,7 +146,7 @@ class AttentionSettings:
         "float32 for 16-bit inputs) or `compute` (that of the inputs: half the bytes, and each hop's part "
         "is rounded once).",
         choices=KEY_GRADIENTS,
-        guide="performance.md",
+        guide="guides/modes.md",
     )
     layout: str = setting(
         "auto",
@@ -154,7 +154,7 @@ class AttentionSettings:
         "one causal document), `balanced` (even work on packed and padded rows), or `auto` (the layout "
         "that is predicted to be the fastest, for each batch). Every layout is exact.",
         choices=("auto", *LAYOUT_KINDS),
-        guide="how_it_works.md#layouts",
+        guide="concepts/how_it_works.md#layouts",
     )
     kernel: str = setting(
         "auto",
@@ -162,7 +162,7 @@ class AttentionSettings:
         "one kernel, such as `triton` (ours) or `reference`, or `auto` (the first kernel that can do the "
         "call).",
         choices=("auto", *ALIASES, *kernels()),
-        guide="kernels.md",
+        guide="guides/kernels.md",
     )
 
 
@@ -209,7 +209,7 @@ class BatchSettings:
         "reading of batches: `check` (every rank reads, and all ranks compare what they read) or "
         "`broadcast` (the first rank of each cp group reads for the group).",
         choices=("check", "broadcast"),
-        guide="data.md",
+        guide="guides/data.md",
     )
 
     @property
@@ -227,29 +227,29 @@ class ShardingSettings:
         "layers that tensor parallelism shares, and how: `None` (those of llama-like models), a mapping "
         'from patterns of module names to styles (`{"layers.*.mlp.up_proj": "colwise"}`), or a function '
         "of (module, device_mesh).",
-        guide="tensor-parallel.md",
+        guide="guides/tensor-parallel.md",
     )
     wrap_modules: str | Sequence[str] | None = setting(
         None,
         "modules whose parameters engines that shard gather together, as class names or patterns of module "
         'names (`"LlamaDecoderLayer"`, `"model.layers.*"`). `None` finds the blocks.',
-        guide="engines.md",
+        guide="guides/engines.md",
     )
     mixed_precision: Any = setting(
         None,
         'dtype in which engines that shard gather and use parameters (`"bfloat16"`; gradients are then '
         "added in float32), or a `MixedPrecisionPolicy`.",
-        guide="engines.md",
+        guide="guides/engines.md",
     )
     cpu_offload: bool = setting(
         False,
         "engines that shard keep parameters, gradients and optimizer state in host memory.",
-        guide="engines.md",
+        guide="guides/engines.md",
     )
     bucket_cap_mb: float | str | None = setting(
         None,
         'MiB of gradients that `ddp` reduces together, or `"per_parameter"`; `None`: PyTorch\'s 25.',
-        guide="engines.md",
+        guide="guides/engines.md",
     )
 
 
@@ -261,19 +261,19 @@ class MemorySettings:
         False,
         "compute the loss of a Hugging Face model with a language-modelling head for this many tokens at "
         f"a time, so that only their logits exist; `True`: {DEFAULT_CHUNK_TOKENS}.",
-        guide="length.md",
+        guide="guides/long-sequences.md",
     )
     tiled_mlp: bool | int = setting(
         False,
         "compute the MLP of each block for this many tokens at a time, forward and again in backward, and "
         f"keep nothing inside; `True`: {DEFAULT_TILE_TOKENS}.",
-        guide="length.md#tiled-mlps",
+        guide="guides/long-sequences.md#tiled-mlps",
     )
     mlp_modules: str | Sequence[str] | None = setting(
         None,
         "modules that `tiled_mlp` is for, as class names or patterns of module names; `None` finds the "
         "MLPs of the blocks.",
-        guide="length.md#tiled-mlps",
+        guide="guides/long-sequences.md#tiled-mlps",
     )
     activation_checkpointing: str = setting(
         "none",
@@ -281,12 +281,12 @@ class MemorySettings:
         "`keep_attention` (blocks, but the results of attention are kept as well, so that no "
         "communication is repeated).",
         choices=("none", "blocks", "keep_attention"),
-        guide="length.md#activation-checkpointing",
+        guide="guides/long-sequences.md#activation-checkpointing",
     )
     activation_offload: bool = setting(
         False,
         "keep in (pinned) host memory what activation checkpointing keeps.",
-        guide="length.md#activation-checkpointing",
+        guide="guides/long-sequences.md#activation-checkpointing",
     )
 
     @property
@@ -309,19 +309,19 @@ class CheckpointSettings:
         "weights to begin with: the path of a Hugging Face checkpoint (safetensors), or a mapping with "
         "`path` and options of `load_pretrained` (`dtype`, `strict`, `keys`, ...). Each rank reads only "
         "what it holds. The model may be on the meta device.",
-        guide="pretrained.md",
+        guide="guides/pretrained.md",
     )
     checkpoint: str = setting(
         "full",
         "form of checkpoints: `full` (one file that plain PyTorch and Lightning read) or `sharded` (a "
         "folder to which every rank writes what it holds).",
         choices=("full", "sharded"),
-        guide="checkpoints.md",
+        guide="guides/checkpoints.md",
     )
     async_save: bool = setting(
         False,
         "write checkpoints during training, from a copy in memory.",
-        guide="checkpoints.md",
+        guide="guides/checkpoints.md",
     )
 
 
@@ -335,39 +335,39 @@ class DiagnosticsSettings:
         "of the batch goes through the user's step on one process and context parallel; a difference of "
         "losses, logits or gradients stops the run), `every_<n>` (again before each n-th optimizer step), "
         "or `off` or `None`. With Fabric a check is made only when the loop calls `check_parity`.",
-        guide="doctor.md",
+        guide="guides/doctor.md",
     )
     parity_tokens: int = setting(
-        4096, "tokens of the parity check's prefix, all rows together.", guide="doctor.md"
+        4096, "tokens of the parity check's prefix, all rows together.", guide="guides/doctor.md"
     )
     profile: int | Sequence[int] | None = setting(
         None,
         "a training step, or several, to record, counted from 1: when each rank computes, communicates and "
         "waits. `None` records nothing.",
-        guide="profiling.md",
+        guide="guides/profiling.md",
     )
     profile_folder: str | None = setting(
         None,
         "folder for the records, with a folder such as `step-3` for each; `None`: `profile` in the "
         "Trainer's log folder, or with Fabric in the working directory.",
-        guide="profiling.md",
+        guide="guides/profiling.md",
     )
     check_finite: bool = setting(
         True,
         "stop all ranks before any rank steps, if a loss or a gradient of one rank is NaN or inf. A "
         "`GradScaler`, which expects them, is left alone. `False`: step all the same.",
-        guide="restarts.md",
+        guide="guides/restarts.md",
     )
     step_timeout: float | str | None = setting(
         "auto",
         "seconds within a step after which ranks that make no progress end, and name the rank that they "
         "wait for; `auto`: 120, and 360 on CUDA; `None`: ranks do not watch each other.",
-        guide="faults.md",
+        guide="concepts/faults.md",
     )
     first_step_timeout: float | None = setting(
         600.0,
         "the same for the first step, and for everything outside of steps; `None`: no limit there.",
-        guide="faults.md",
+        guide="concepts/faults.md",
     )
 
     @property

@@ -111,7 +111,7 @@ def context_parallel_attention(
         spec: mask and score semantics; causal by default.
         exchange: of keys over the ring axis: ``ring``, ``rotation``, ``all_gather``, or
             ``ring_flash_attn``, which delegates it to the package of that name where that is exact
-            (docs/kernels.md).
+            (docs/guides/kernels.md).
         kernel: ``auto``, ``aten``, ``reference``, or one kernel's own name.
         forward_execution: of ``all_gather``, ``two_kernel`` or ``fused``; see :class:`Exchange`.
         backward_execution: likewise.

@@ -99,7 +99,7 @@ def _sums(single: torch.Tensor | None, parallel: torch.Tensor | None, unit: floa
 #
 # Errors are relative norms, ``|a - b| / |b|``, of the whole tensor. In exact arithmetic both are equal; the
 # tolerance is for rounding, which grows with depth: several times the error of healthy models
-# (``docs/doctor.md``).
+# (``docs/guides/doctor.md``).
 
 
 @dataclass(frozen=True)

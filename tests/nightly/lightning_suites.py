@@ -106,7 +106,7 @@ BY_DESIGN: dict[str, str] = {
     "test_run_get_supported_strategies": _NAMES,
     "test_backward_required": _BACKWARD,
 }
-"""Tests that fail by design: the end of a test's name -> the reason, which docs/trainer.md gives too."""
+"""Tests that fail by design: the end of a test's name -> the reason, as in docs/guides/trainer.md."""
 
 FOLDERS = (
     *(

@@ -1,4 +1,4 @@
-"""The tables of docs/muon.md: ``python -m tests.helpers.optim.show``."""
+"""The tables of docs/guides/muon.md: ``python -m tests.helpers.optim.show``."""
 
 from __future__ import annotations
 

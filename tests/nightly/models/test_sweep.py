@@ -119,7 +119,7 @@ WIDTHS = """
     Glm4MoeLiteForCausalLM LongcatFlashForCausalLM MiMoV2FlashForCausalLM MiniCPM3ForCausalLM
     Mistral4ForCausalLM YoutuForCausalLM
 """
-"""Classes whose values have another width than their keys: the table of docs/models.md."""
+"""Classes whose values have another width than their keys: the table of docs/guides/models.md."""
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,6 +1,6 @@
 """What users are used to from a Trainer: each habit gives what it gives in one process.
 
-docs/trainer.md lists them, with the test of each.
+docs/guides/trainer.md lists them, with the test of each.
 """
 
 from __future__ import annotations

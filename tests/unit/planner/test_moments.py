@@ -54,7 +54,7 @@ def test_what_is_kept_is_what_docs_measured() -> None:
     ],
 )
 def test_growth_is_what_docs_measured(settings: dict[str, Any], slope: int) -> None:
-    """The table of docs/performance.md: the loss decides; the batch is not in it."""
+    """The table of docs/benchmarks/results.md: the loss decides; the batch is not in it."""
     at = [
         max(
             (
