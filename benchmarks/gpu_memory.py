@@ -6,7 +6,7 @@ has no reserve and no communicators: what it says of tensors is compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
 from dataclasses import dataclass
 
 import torch
@@ -77,21 +77,25 @@ def memory_rows(sizes: ModelSizes, tokens: int, device_type: str) -> list[Memory
 def _peak(cell: Cell, device_type: str) -> int:
     """Return the peak of a step after two others, so that the optimizer has its state."""
     if device_type == "cuda":
-        step = _step(cell, device_type)
+        gc.collect()  # models of other cells
+        before = torch.cuda.memory_allocated()
+        made = _after_two_steps(cell, device_type)
         torch.cuda.reset_peak_memory_stats()
-        step(cell.local_tokens)
-        return torch.cuda.max_memory_allocated()
+        made.of(cell.local_tokens)()
+        made.end()
+        return torch.cuda.max_memory_allocated() - before
     with PeakBytes() as found:
         found.looks = False
-        step = _step(cell, device_type)
+        made = _after_two_steps(cell, device_type)
         found.looks = True
         found.forget_peak()
-        step(cell.local_tokens)
+        made.of(cell.local_tokens)()
+        made.end()
         return found.peak
 
 
-def _step(cell: Cell, device_type: str) -> Callable[[int], None]:
+def _after_two_steps(cell: Cell, device_type: str) -> ModelStep:
     made = ModelStep(cell.sizes, "alone", (1, 1), cell.engine, device_type, cell.settings)
     for _ in range(2):
         made.of(WARM_TOKENS)()
-    return lambda tokens: made.of(tokens)()
+    return made

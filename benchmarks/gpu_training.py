@@ -54,11 +54,13 @@ def _expandable_segments(device_type: str) -> Iterator[None]:
     if device_type != "cuda":
         yield
         return
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    known: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # from torch 2.12 on
+    choose = known or torch.cuda.memory._set_allocator_settings
+    choose("expandable_segments:True")
     try:
         yield
     finally:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        choose("expandable_segments:False")
 
 
 _RECOMPUTED = {"activation_checkpointing": "blocks"}

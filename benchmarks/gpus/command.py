@@ -26,7 +26,12 @@ from benchmarks.gpu_check import FAILED, MISSING, NO_GPU, facts_of, missing_pack
 from benchmarks.gpu_sections import Check
 from benchmarks.gpus import attention, communication, faults, training
 from benchmarks.gpus.line import Line, Place
-from lightning_cp.bench.processes import TorchrunRank, on_torchrun_ranks, torchrun_rank
+from lightning_cp.bench.processes import (
+    VARIABLES,
+    TorchrunRank,
+    on_torchrun_ranks,
+    torchrun_rank,
+)
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.devices import has_nvidia_gpu
 from lightning_cp.utils.command_help import argument_parser
@@ -89,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
     if own is not None and own.rank > 0:
         return 0  # the first one starts ranks of its own
+    _forget_torchrun()
     given = _parser().parse_args(arguments)
     if lacking := missing_packages([Check("all lines", "", 0, _no_section, PACKAGES)]):
         print("\n".join(lacking[:2]), file=sys.stderr)
@@ -102,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.list:
         print("\n".join(line.name for line in chosen))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(FAILED))  # ranks are ended on the way out
     given.folder.mkdir(parents=True, exist_ok=True)
     place = Place("cpu" if rehearses else "cuda", count, given.folder.absolute())
     report = Report(given.folder, {**facts_of(place.device_type), "ranks": str(count)})
@@ -114,6 +121,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{time.monotonic() - began:.0f} s; written to {given.folder}/gpus.md and gpus.json"
     )
     return FAILED if failed else 0
+
+
+def _forget_torchrun() -> None:
+    """Remove what torchrun told this process, which would tell its ranks to meet at torchrun's store."""
+    for name in [*VARIABLES, *os.environ]:
+        if name in VARIABLES or name.startswith(("TORCHELASTIC", "GROUP_", "ROLE_", "LOCAL_WORLD")):
+            os.environ.pop(name, None)
 
 
 def _no_section(*_: object) -> tuple[list[object], str]:
