@@ -130,8 +130,8 @@ def problems(place: Place, grid: Grid) -> list[tuple[Problem, str]]:
 
 
 def _fits(kernel: str, problem: Problem) -> bool:
-    """cuDNN refuses packs by name."""
-    return kernel != "aten_cuda_cudnn" or problem.shape.documents is None
+    """Some kernels refuse packed rows."""
+    return problem.shape.documents is None or not kernels()[kernel].capabilities.no_packs
 
 
 def oracle_line(grid: Grid, place: Place) -> str:
