@@ -278,7 +278,7 @@ def _launch(head_dim: int, sizes: CheckSizes, folder: Path) -> Result:
 def _synchronisations(sizes: CheckSizes, folder: Path) -> Result:
     from benchmarks import gpu_training
 
-    rows = gpu_training.synchronisation_rows(sizes.job)
+    rows = gpu_training.synchronisation_rows(sizes.job, sizes.device_type)
     counts = ", ".join(f"{row.engine} {row.per_step:g}" for row in rows if row.place == "all")
     return _rows(
         gpu_training.SYNCHRONISATION_HEAD,
@@ -383,7 +383,10 @@ CHECKS = (
         *("features", "Training: compile, deterministic, segments, offload"),
         *(1.9, _features, _TRAINING, _BOTH),
     ),
-    Check("synchronisations", "Synchronisations of a step", 0.5, _synchronisations, _TRAINING),
+    Check(
+        *("synchronisations", "Synchronisations of a step"),
+        *(0.5, _synchronisations, _TRAINING, _BOTH),
+    ),
     Check("memory", "Peak memory beside the planner's", 0.7, _memory, ("transformers",), _BOTH),
     Check("kernels", "Kernels: causal, head dim 128", 0.7, _kernels, devices=_BOTH),
     Check(

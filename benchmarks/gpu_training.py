@@ -293,12 +293,15 @@ class SynchronisationRow:
 SYNCHRONISATION_HEAD = ("engine", "place", "per step")
 
 
-def synchronisation_rows(job: Job) -> list[SynchronisationRow]:
-    """Return the synchronisations of a step of every engine, by ``torch.cuda.set_sync_debug_mode``."""
+def synchronisation_rows(job: Job, device_type: str) -> list[SynchronisationRow]:
+    """Return the synchronisations of a step of every engine, by ``torch.cuda.set_sync_debug_mode``.
+
+    On CPU there are none: it is a rehearsal.
+    """
     rows: list[SynchronisationRow] = []
     for engine in ENGINES:
         with _synchronisations() as places:
-            steps = _count_steps(job, engine)
+            steps = _count_steps(job, engine, device_type)
         rows += [
             SynchronisationRow(engine, place, count / steps)
             for place, count in places.most_common()
@@ -315,14 +318,19 @@ class _DebugMode(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object, **__: object) -> None:
         if trainer.global_step == WARM_UP:
-            torch.cuda.set_sync_debug_mode("warn")
+            _set_debug_mode("warn", trainer.strategy.root_device.type)
 
 
-def _count_steps(job: Job, engine: str) -> int:
+def _set_debug_mode(mode: str, device_type: str) -> None:
+    if device_type == "cuda":
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def _count_steps(job: Job, engine: str, device_type: str) -> int:
     """Run an epoch; return the number of steps in debug mode."""
     trainer = pl.Trainer(
         strategy=_strategy(engine),
-        accelerator="gpu",
+        accelerator="gpu" if device_type == "cuda" else "cpu",
         devices=1,
         precision="bf16-mixed",
         max_epochs=1,
@@ -335,7 +343,7 @@ def _count_steps(job: Job, engine: str) -> int:
     try:
         trainer.fit(_Module(job), _loader(job))
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        _set_debug_mode("default", device_type)
     return STEPS - WARM_UP
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -310,14 +311,27 @@ def test_training_that_differs_is_a_failure() -> None:
 
 
 def test_synchronisations_are_counted_by_place() -> None:
-    import warnings
-
     with gpu_training._synchronisations() as places:
         for _ in range(2):
             warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
     ((place, count),) = places.items()
     assert (count, "no file of ours" in place) == (2, True)
+
+
+def test_synchronisations_of_the_later_steps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rehearsal in which each change of the mode is a synchronisation."""
+    modes: list[str] = []
+
+    def set_mode(mode: str, device_type: str) -> None:
+        modes.append(mode)
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    monkeypatch.setattr(gpu_training, "_set_debug_mode", set_mode)
+    monkeypatch.setattr(gpu_training, "ENGINES", ("ddp",))
+    *_, every = gpu_training.synchronisation_rows(SMALL.job, "cpu")
+    assert modes == ["warn", "default"]
+    assert (every.place, every.per_step) == ("all", 2 / (gpu_training.STEPS - 2))
 
 
 def test_a_file_of_which_all_is_skipped_tests_nothing() -> None:
