@@ -15,7 +15,7 @@ help:
 	@echo "make test-all   the nightly tests as well: full matrices, mutants, sweeps of models (hours)"
 	@echo "make test-litgpt  the tests of LitGPT's models, in an environment beside $(VENV); make litgpt-table: their errors"
 	@echo "make test-oldest  the tests with the oldest versions that are allowed, in an environment beside $(VENV)"
-	@echo "make gpu-check  tests and figures of a machine with an NVIDIA GPU (nothing is installed)"
+	@echo "make gpu-check  tests and figures of one NVIDIA GPU (nothing is installed); of several: docs/gpu.md"
 	@echo "make lint       ruff, pyright, import-linter, codespell"
 	@echo "make docs       the docs as a site in build/site, with every link checked (no network)"
 	@echo "make clean      remove $(VENV) and what tools have cached"
