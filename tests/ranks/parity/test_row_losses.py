@@ -28,7 +28,8 @@ class Losing(ContextParallelMixin, modules.Healthy):
 
     def __init__(self, name: str, labels: str) -> None:
         super().__init__()
-        self.name, self.context_parallel_labels = name, labels
+        self.name = name
+        self.context_parallel_labels = labels  # type: ignore[misc]
 
     def loss(self, logits: Values, batch: Any) -> Values:
         ids = batch["input_ids"]
