@@ -1,4 +1,4 @@
-"""Docs: generated pages are current, links in texts at the root lead somewhere, and the site has every page."""
+"""Docs: generated pages are current, links of texts at the root exist, and the site has every page."""
 
 from __future__ import annotations
 
