@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraint
 STAMPS := $(VENV)/stamps
 ARGS ?=
 
-.PHONY: help train test test-all test-litgpt litgpt-table test-oldest gpu-check lint clean
+.PHONY: help train test test-all test-litgpt litgpt-table test-oldest gpu-check lint docs clean
 
 help:
 	@echo "make train      create $(VENV) if needed, then train the main job (ARGS=... for overrides)"
@@ -15,8 +15,9 @@ help:
 	@echo "make test-all   the nightly tests as well: full matrices, mutants, sweeps of models (hours)"
 	@echo "make test-litgpt  the tests of LitGPT's models, in an environment beside $(VENV); make litgpt-table: their errors"
 	@echo "make test-oldest  the tests with the oldest versions that are allowed, in an environment beside $(VENV)"
-	@echo "make gpu-check  tests and figures of a machine with an NVIDIA GPU (nothing is installed)"
+	@echo "make gpu-check  tests and figures of one NVIDIA GPU (nothing is installed); of several: docs/gpu.md"
 	@echo "make lint       ruff, pyright, import-linter, codespell"
+	@echo "make docs       the docs as a site in build/site, with every link checked (no network)"
 	@echo "make clean      remove $(VENV) and what tools have cached"
 
 train: $(STAMPS)/train
@@ -79,6 +80,9 @@ lint: $(STAMPS)/dev
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 
+docs: $(STAMPS)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 clean:
 	rm -rf $(VENV) $(LITGPT) $(OLDEST) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
@@ -90,6 +94,10 @@ $(STAMPS)/train: $(STAMPS)/venv pyproject.toml constraints.txt
 $(STAMPS)/dev: $(STAMPS)/venv pyproject.toml constraints.txt
 	$(PIP) -e ".[hf,dev]"
 	@touch $@ $(STAMPS)/train
+
+$(STAMPS)/docs: $(STAMPS)/venv pyproject.toml constraints.txt
+	$(PIP) -e ".[docs]"
+	@touch $@
 
 # Some systems ship Python without ensurepip; then the environment's pip comes from the system's.
 $(STAMPS)/venv:

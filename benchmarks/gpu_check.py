@@ -3,11 +3,13 @@
     make gpu-check                                  # or: python -m benchmarks.gpu_check
     make gpu-check ARGS="--part 1/3"                # one of three parts, each of at most 9 minutes
     make gpu-check ARGS="--only kernels,replay-dense"
+    make gpu-check ARGS="--full"                    # longer sequences, every candidate of the sweep
 
 Run from the repository. ``--list`` names the sections. Each section runs in a separate process with a time
 limit, so that a kernel that breaks the device breaks one section. After each section the report is written:
-``report.md`` to read and ``report.json`` to compute with. A later run in the same folder on the same device,
-versions and code skips the sections that passed (``--again`` repeats them). No network is needed.
+``report.md`` to read, with a verdict for each section, and ``report.json`` to compute with. The launch table
+of a sweep is beside them. A later run in the same folder on the same device, versions and code skips the
+sections that passed (``--again`` repeats them). No network is needed.
 
 The exit status is 0 if all sections asked for have passed, 1 if not, 2 without a GPU, and 3 if a package is
 missing. ``--device cpu`` rehearses the measurements, in small, with the kernels that run there.
@@ -36,7 +38,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_sections import CHECKS, Check, sizes_of
+from benchmarks.gpu_sections import CHECKS, Check, Result, sizes_of
 from lightning_cp.kernels.devices import has_nvidia_gpu
 from lightning_cp.utils.command_help import argument_parser
 
@@ -51,20 +53,28 @@ class Section:
     rows: list[Any] = field(default_factory=list)
     failure: str | None = None
     seconds: float = 0.0
+    headline: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """One line: passed or FAILED, and the figure or the failure."""
+        if self.failure is None:
+            return f"passed: {self.headline or f'{len(self.rows)} rows'}"
+        return f"FAILED: {self.failure.strip().splitlines()[-1][:300]}"
 
     @classmethod
-    def of(cls, name: str, title: str, make: Callable[[], tuple[list[Any], str]]) -> Section:
+    def of(cls, name: str, title: str, make: Callable[[], tuple[Any, ...]]) -> Section:
         """Return the section of ``make``'s rows and table; a failure becomes part of the report."""
         began = time.monotonic()
         try:
-            rows, text = make()
+            rows, text, headline = Result(*make())
         except Exception:  # any: the other sections are wanted too
             seconds = time.monotonic() - began
             return cls(name, title, failure=traceback.format_exc(), seconds=seconds)
         missing = [f"{row!r}" for row in rows if getattr(row, "failed", False)]
         shown = [asdict(row) if is_dataclass(row) else row for row in rows]  # type: ignore[arg-type]
         seconds = time.monotonic() - began
-        return cls(name, title, text, shown, "\n".join(missing) or None, seconds)
+        return cls(name, title, text, shown, "\n".join(missing) or None, seconds, headline)
 
     def write(self, path: Path) -> None:
         """Write the section as JSON."""
@@ -102,6 +112,7 @@ class GpuReport:
         """Add a section, and write ``report.md`` and ``report.json``."""
         self.sections[section.name] = section
         lines = ["# GPU check", "", *(f"- {name}: {value}" for name, value in self.facts.items())]
+        lines += ["", *(f"- **{each.name}** {each.verdict}" for each in self.sections.values())]
         for each in self.sections.values():
             lines += ["", f"## {each.title}", "", f"{each.seconds:.0f} s", "", each.table]
             if each.failure is not None:
@@ -114,9 +125,10 @@ class GpuReport:
         (self.folder / "report.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
-def facts_of(device_type: str) -> dict[str, str]:
-    """Return the device, the versions and the code that figures depend on."""
+def facts_of(device_type: str, *, full: bool = False) -> dict[str, str]:
+    """Return the device, the versions, the code and the extent that figures depend on."""
     facts = {
+        "extent": "full" if full else "as in parts",
         "date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z"),
         "device": "CPU, a rehearsal: these figures say nothing of a GPU",
         "python": platform.python_version(),
@@ -170,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Test, measure and report; returns the exit status."""
     given = _parser().parse_args(arguments)
     if given.run:
-        return _run_here(given.run, given.device, given.folder)
+        return _run_here(given.run, given.device, given.folder, full=given.full)
     checks = [check for check in CHECKS if given.device in check.devices]
     if given.list:
         print(
@@ -187,14 +199,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(lines), file=sys.stderr)
         return MISSING
     given.folder.mkdir(parents=True, exist_ok=True)
-    report = GpuReport.open(given.folder, facts_of(given.device))
+    report = GpuReport.open(given.folder, facts_of(given.device, full=given.full))
     print("\n".join(f"{name}: {value}" for name, value in report.facts.items()), flush=True)
     end = time.monotonic() + 60 * PART_MINUTES if given.part else None
     for check in checks:
         if report.has_passed(check.name) and not given.again:
             print(f"\n## {check.title}\n\nhas passed already (--again repeats it)", flush=True)
             continue
-        report.add(_run_in_process(check, given.device, given.folder, end))
+        report.add(_run_in_process(check, given.device, given.folder, end, full=given.full))
+    print("\n" + "\n".join(f"{each.name}: {each.verdict}" for each in report.sections.values()))
     print(f"\nwritten to {given.folder}/report.md and report.json", flush=True)
     return 0 if all(report.has_passed(check.name) for check in checks) else FAILED
 
@@ -207,6 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--list", action="store_true", help="name the sections and end")
     add("--only", metavar="NAME,NAME", help="these sections alone")
     add("--part", metavar="I/N", help=f"the I-th of N parts, at most {PART_MINUTES:.0f} minutes")
+    add("--full", action="store_true", help="longer sequences, and every candidate of the sweep")
     add("--again", action="store_true", help="repeat sections that have passed")
     add("--run", help=argparse.SUPPRESS)  # one section, in this process
     return parser
@@ -257,7 +271,9 @@ def missing_packages(checks: Sequence[Check]) -> list[str]:
     ]
 
 
-def _run_in_process(check: Check, device: str, folder: Path, end: float | None) -> Section:
+def _run_in_process(
+    check: Check, device: str, folder: Path, end: float | None, *, full: bool = False
+) -> Section:
     """Run a section in a separate process, and read its result."""
     print(f"\n## {check.title}\n", flush=True)
     left = None if end is None else end - time.monotonic()
@@ -267,6 +283,7 @@ def _run_in_process(check: Check, device: str, folder: Path, end: float | None) 
     path.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.gpu_check"]
     command += ["--run", check.name, "--device", device, "--folder", str(folder)]
+    command += ["--full"] if full else []
     failure = _wait(command, left)
     if not path.exists():
         return Section(check.name, check.title, failure=failure)
@@ -289,11 +306,12 @@ def _wait(command: Sequence[str], limit: float | None) -> str:
         process.wait()
 
 
-def _run_here(name: str, device: str, folder: Path) -> int:
+def _run_here(name: str, device: str, folder: Path, *, full: bool) -> int:
     """Run one section in this process and write its result."""
     check = next(check for check in CHECKS if check.name == name)
-    section = Section.of(name, check.title, lambda: check.run(sizes_of(device), folder))
-    print(section.failure or section.table, flush=True)
+    sizes = sizes_of(device, full=full)
+    section = Section.of(name, check.title, lambda: check.run(sizes, folder))
+    print(section.failure or section.table, f"\n{section.verdict}", sep="\n", flush=True)
     section.write(folder / f"{name}.section.json")
     return 0
 

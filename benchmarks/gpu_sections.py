@@ -5,26 +5,39 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import torch
 
-from benchmarks import kernel_rates, replay
+from benchmarks import kernel_rates, launch_sweep, replay
 from benchmarks.step_overhead import Job
+from lightning_cp.bench.kernels import KernelRow, request_of
 from lightning_cp.bench.methods import AttentionCase
+from lightning_cp.bench.model_step import ModelSizes
+from lightning_cp.bench.processes import on_ranks
+from lightning_cp.kernels.select import kernels
+from lightning_cp.kernels.triton.blocks import target_of
 from lightning_cp.utils import console as table
 
 KERNELS = {
-    "cuda": ("triton", "aten_cuda_flash", "aten_cuda_cudnn"),
+    "cuda": ("triton", "aten_cuda_flash", "aten_cuda_cudnn", "flash_attn_2", "flash_attn_3"),
     "cpu": ("reference", "aten_cpu_flash"),
 }
 FLASH = {"cuda": "aten_cuda_flash", "cpu": "aten_cpu_flash"}
-Result = tuple[list[Any], str]
-"""Rows, and their table."""
+
+
+class Result(NamedTuple):
+    """Rows, their table, and the figure that the section is about."""
+
+    rows: list[Any]
+    table: str
+    headline: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,19 +51,60 @@ class CheckSizes:
     dtype: torch.dtype
     job: Job
     """The job of the training runs."""
+    model: ModelSizes
+    """Of the step whose memory is measured."""
+    model_tokens: int
+    launch: AttentionCase
+    launch_seconds: float | None
+    """The time for the candidates of one kernel at one head dim; ``None``: all are timed."""
+    long: Any = field(default=None)
+    """Sizes of the long step; ``None``: Qwen3-8B at a million tokens."""
 
 
-def sizes_of(device_type: str) -> CheckSizes:
-    """Full size on a GPU, small on CPU."""
+LAUNCH_SECONDS = 28.0
+TINY_MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 64,
+    "tie_word_embeddings": False,
+    "use_cache": False,
+}
+
+
+def sizes_of(device_type: str, *, full: bool = False) -> CheckSizes:
+    """Full size on a GPU, small on CPU; ``full``: longer sequences, and every candidate of a sweep."""
     if device_type == "cuda":
         size = replay.ReplaySizes(8192, [8], [8, 16, 32, 64], repeats=10)
         job = Job(tokens=4096, hidden=1024, layers=4, heads=16, kv_heads=4)
-        kernels = replay.KERNELS["cuda"]
-        return CheckSizes("cuda", [8192, 16384, 32768], size, kernels, torch.bfloat16, job)
+        return CheckSizes(
+            *("cuda", [8192, 16384, 32768, *([65536, 131072] if full else [])]),
+            *(size, replay.KERNELS["cuda"], torch.bfloat16, job),
+            *(ModelSizes(1024, 16, 4, 4096, 8, 32768), 16384),
+            AttentionCase(8192, 1, 32, 8, 128, dtype=torch.bfloat16, device_type="cuda"),
+            None if full else LAUNCH_SECONDS,
+        )
+    from benchmarks.long_step import LongSizes
+
     small = replay.ReplaySizes(
         *(32, [2], [2], 1), dense_tokens=64, dtype=torch.float32, device_type="cpu"
     )
-    return CheckSizes("cpu", [64], small, replay.KERNELS["cpu"], torch.float32, Job(64, hidden=32))
+    long = LongSizes(
+        *(TINY_MODEL, 256, 2),
+        chunk_tokens=32,
+        kernel="aten_cpu_flash",
+        dtype=torch.float32,
+        device_type="cpu",
+    )
+    return CheckSizes(
+        *("cpu", [64], small, replay.KERNELS["cpu"], torch.float32, Job(64, hidden=32)),
+        *(ModelSizes(64, 4, 2, 192, 3, 64), 512),
+        *(AttentionCase(32, 1, 2, 1, 32), 0.0, long),
+    )
 
 
 @dataclass(frozen=True)
@@ -60,7 +114,7 @@ class Check:
     name: str
     title: str
     minutes: float
-    """The approximate duration on one H200 with 16 cores."""
+    """The approximate duration on one H200 with 16 cores; the most, where the section has a limit."""
     run: Callable[[CheckSizes, Path], Result]
     packages: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cuda",)
@@ -74,17 +128,34 @@ def _kernels(sizes: CheckSizes, folder: Path) -> Result:
         for name in KERNELS[sizes.device_type]
     ]
     lines = kernel_rates.cells(rows, FLASH[sizes.device_type])
-    return rows, "\n".join(
-        [table.markdown_head(kernel_rates.HEAD), *map(table.markdown_row, lines)]
+    text = "\n".join([table.markdown_head(kernel_rates.HEAD), *map(table.markdown_row, lines)])
+    return Result(rows, text, kernel_headline(rows))
+
+
+def kernel_headline(rows: Sequence[KernelRow]) -> str:
+    """Return the rates at the greatest length, and the kernels that are missing with the reason."""
+    longest = max(row.tokens for row in rows)
+    last = [row for row in rows if row.tokens == longest]
+    rates = [f"{row.kernel} {row.both_tflops:.4g}" for row in last if row.both_tflops is not None]
+    missing = [f"{row.kernel} ({row.obstacle})" for row in last if row.obstacle is not None]
+    return f"TFLOP/s of both passes at {longest} tokens: {', '.join(rates)}" + (
+        f"; missing: {', '.join(missing)}" if missing else ""
     )
 
 
 def _replay_dense(sizes: CheckSizes, folder: Path) -> Result:
-    return _rows(replay.DENSE_HEAD, replay.dense_cells, _each(replay.all_dense, sizes))
+    rows = _each(replay.all_dense, sizes)
+    best = max(rows, key=lambda row: row.efficiency("both") if row.calls == "ours" else 0.0)
+    found = f"efficiency {best.efficiency('both'):.3f} with {best.kernel} on {best.ranks} ranks"
+    return _rows(replay.DENSE_HEAD, replay.dense_cells, rows, found)
 
 
 def _replay_packed(sizes: CheckSizes, folder: Path) -> Result:
-    return _rows(replay.PACKED_HEAD, replay.packed_cells, _each(replay.all_packed, sizes))
+    rows = _each(replay.all_packed, sizes)
+    best = max(rows, key=lambda row: row.share("forward") if row.calls == "ours" else 0.0)
+    shares = ", ".join(f"{best.share(each):.3f} {each}" for each in ("forward", "backward"))
+    found = f"of the dense rate {shares} with {best.kernel} on {best.ranks} ranks"
+    return _rows(replay.PACKED_HEAD, replay.packed_cells, rows, found)
 
 
 def _each(make: Callable[[replay.ReplaySizes, str], list[Any]], sizes: CheckSizes) -> list[Any]:
@@ -95,22 +166,132 @@ def _training(sizes: CheckSizes, folder: Path) -> Result:
     from benchmarks import gpu_training
 
     rows = gpu_training.training_rows(sizes.job, sizes.device_type)
-    return _rows(gpu_training.TRAINING_HEAD, gpu_training.training_cells, rows)
+    return _rows(*_training_table(), rows, f"{len(rows)} runs agree with plain Lightning")
+
+
+def _features(sizes: CheckSizes, folder: Path) -> Result:
+    from benchmarks import gpu_training
+
+    rows = gpu_training.feature_rows(sizes.job, sizes.device_type)
+    return _rows(*_training_table(), rows, f"{len(rows)} runs agree with plain Lightning")
+
+
+def _training_table() -> Any:
+    from benchmarks import gpu_training
+
+    return gpu_training.TRAINING_HEAD, gpu_training.training_cells
+
+
+def _versions(sizes: CheckSizes, folder: Path) -> Result:
+    """What is installed, and what each kernel says of this device."""
+    packages = [(name, _installed(name), "") for name in PACKAGES]
+    case = AttentionCase(64, 1, 4, 2, 64, dtype=sizes.dtype, device_type=sizes.device_type)
+    able = [
+        (f"kernel {name}", "no" if why else "yes", why or "")
+        for name, kernel in kernels().items()
+        for why in [kernel.capabilities.refusal(request_of(case))]
+    ]
+    rows = [*packages, *_libraries(sizes.device_type), *able]
+    missing = [name for name, found, _ in packages if found == "not installed"]
+    found = f"not installed: {', '.join(missing) or 'nothing'}"
+    return _rows(("name", "version", "why not"), list, rows, found)
+
+
+PACKAGES = (
+    *("torch", "triton", "lightning", "transformers", "numpy"),
+    *("flash-attn", "flash-attn-3", "ring-flash-attn", "nvidia-cudnn-cu12", "nvidia-nccl-cu12"),
+)
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _libraries(device_type: str) -> list[tuple[str, str, str]]:
+    """Return what PyTorch says of the libraries that it was built with, and of the device."""
+    if device_type != "cuda":
+        return []
+    facts: dict[str, Callable[[], object]] = {
+        "CUDA": lambda: torch.version.cuda,
+        "cuDNN": torch.backends.cudnn.version,
+        "NCCL": lambda: ".".join(map(str, torch.cuda.nccl.version())),
+        "compute capability": torch.cuda.get_device_capability,
+        "GPUs": torch.cuda.device_count,
+        "memory, GiB": lambda: round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1),
+    }
+    rows: list[tuple[str, str, str]] = []
+    for name, ask in facts.items():
+        try:
+            rows.append((name, str(ask()), ""))
+        except Exception as error:  # any: the other facts are wanted too
+            rows.append((name, "unknown", f"{type(error).__name__}: {error}"))
+    return rows
+
+
+def _losses(sizes: CheckSizes, folder: Path) -> Result:
+    from benchmarks import gpu_losses
+
+    (rows,) = on_ranks(1, gpu_losses.loss_rows, sizes.device_type, device_type=sizes.device_type)
+    return _rows(gpu_losses.LOSS_HEAD, gpu_losses.loss_cells, rows, f"{len(rows)} agree")
+
+
+def _memory(sizes: CheckSizes, folder: Path) -> Result:
+    from benchmarks import gpu_memory
+
+    arguments = (sizes.model, sizes.model_tokens, sizes.device_type)
+    (rows,) = on_ranks(1, gpu_memory.memory_rows, *arguments, device_type=sizes.device_type)
+    ratios = [row.ratio for row in rows]
+    found = f"predicted / measured from {min(ratios):.3f} to {max(ratios):.3f}"
+    return _rows(gpu_memory.MEMORY_HEAD, gpu_memory.memory_cells, rows, found)
+
+
+def _long(sizes: CheckSizes, folder: Path) -> Result:
+    from benchmarks import long_step
+
+    rows = long_step.long_rows(sizes.long or long_step.LongSizes())
+    found = "; ".join(
+        f"{row.source} {row.seconds:.4g} s, {row.bytes / long_step.GIB:.4g} GiB" for row in rows[:3]
+    )
+    return _rows(long_step.LONG_HEAD, long_step.long_cells, rows, found)
+
+
+LAUNCH_TABLE = "blocks.json"
+"""The launch table that sweeps write, one head dim after the other; it replaces ``blocks.TABLE``."""
+
+
+def _launch(head_dim: int, sizes: CheckSizes, folder: Path) -> Result:
+    """Sweep one head dim, and write its block sizes into the table of the folder."""
+    target = None
+    if sizes.device_type == "cpu":  # in the interpreter, with Ampere's entries
+        head_dim, target = sizes.launch.head_dim, target_of((8, 0))
+    sweep = launch_sweep.TimedSweep(launch_sweep.seconds_of, sizes.launch_seconds)
+    launch_sweep.write_table(sizes.launch, folder / LAUNCH_TABLE, (head_dim,), sweep, target)
+    rows = sweep.rows()
+    gains = [f"{row.kernel} {row.before_ms / row.best_ms:.2f}x" for row in rows if row.before_ms]
+    found = f"{', '.join(gains)}; table in {folder / LAUNCH_TABLE}, for {launch_sweep.TABLE.name}"
+    return _rows(launch_sweep.LAUNCH_HEAD, launch_sweep.launch_cells, rows, found)
 
 
 def _synchronisations(sizes: CheckSizes, folder: Path) -> Result:
     from benchmarks import gpu_training
 
-    rows = gpu_training.synchronisation_rows(sizes.job)
-    cells = [(row.engine, row.place, f"{row.per_step:g}") for row in rows]
-    head = gpu_training.SYNCHRONISATION_HEAD
-    return rows, "\n".join([table.markdown_head(head), *map(table.markdown_row, cells)])
-
-
-def _rows(head: Iterable[str], cells: Callable[[Any], list[object]], rows: list[Any]) -> Result:
-    return rows, "\n".join(
-        [table.markdown_head(head), *(table.markdown_row(cells(row)) for row in rows)]
+    rows = gpu_training.synchronisation_rows(sizes.job, sizes.device_type)
+    counts = ", ".join(f"{row.engine} {row.per_step:g}" for row in rows if row.place == "all")
+    return _rows(
+        gpu_training.SYNCHRONISATION_HEAD,
+        lambda row: [row.engine, row.place, f"{row.per_step:g}"],
+        *(rows, f"synchronisations of a step: {counts}"),
     )
+
+
+def _rows(
+    head: Iterable[str], cells: Callable[[Any], list[Any]], rows: list[Any], headline: str = ""
+) -> Result:
+    lines = (table.markdown_row(cells(row)) for row in rows)
+    return Result(rows, "\n".join([table.markdown_head(head), *lines]), headline)
 
 
 def tests_in(pattern: str) -> Callable[[CheckSizes, Path], Result]:
@@ -156,7 +337,9 @@ def run_tests(pattern: str, results: Path) -> Result:
         )
     if empty := files_without_a_pass(rows):
         raise RuntimeError(f"every test was skipped in {', '.join(empty)}\n{text}")
-    return rows, text
+    passed = sum(row["passed"] for row in rows)
+    skipped = sum(row["skipped"] for row in rows)
+    return Result(rows, text, f"{passed} cells passed, {skipped} skipped")
 
 
 def files_without_a_pass(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -193,16 +376,37 @@ _TRAINING = ("lightning", "torchmetrics", "transformers")
 _BOTH = ("cuda", "cpu")
 
 CHECKS = (
-    Check("training", "Training on one device", 1.5, _training, _TRAINING, _BOTH),
-    Check("synchronisations", "Synchronisations of a step", 0.5, _synchronisations, _TRAINING),
-    Check("kernels", "Kernels: causal, head dim 128", 0.5, _kernels, devices=_BOTH),
+    Check("versions", "Versions, and the kernels that can run", 0.1, _versions, devices=_BOTH),
+    Check("training", "Training on one device", 1.8, _training, _TRAINING, _BOTH),
+    Check("losses", "Exchanges of losses in a world of one", 0.3, _losses, devices=_BOTH),
+    Check(
+        *("features", "Training: compile, deterministic, segments, offload"),
+        *(1.9, _features, _TRAINING, _BOTH),
+    ),
+    Check(
+        *("synchronisations", "Synchronisations of a step"),
+        *(0.5, _synchronisations, _TRAINING, _BOTH),
+    ),
+    Check("memory", "Peak memory beside the planner's", 0.7, _memory, ("transformers",), _BOTH),
+    Check("kernels", "Kernels: causal, head dim 128", 0.7, _kernels, devices=_BOTH),
     Check(
         *("replay-dense", "Replay: one causal document around a zigzag ring of 8, 32:8 heads"),
         *(0.7, _replay_dense, (), _BOTH),
     ),
     Check(
         *("replay-packed", "Replay: packed documents, 64:8 heads, 8192 tokens a rank"),
-        *(1.5, _replay_packed, (), _BOTH),
+        *(1.7, _replay_packed, (), _BOTH),
+    ),
+    Check(
+        *("long-step", "One rank of Qwen3-8B, 1M tokens on 8 ranks, scaled from two layers"),
+        *(1.7, _long, ("transformers",), _BOTH),
+    ),
+    *(
+        Check(
+            *(f"launch-{head_dim}", f"Launch table: block sizes of head dim {head_dim}"),
+            *(minutes, partial(_launch, head_dim), ("triton",), _BOTH),
+        )
+        for head_dim, minutes in ((64, 1.6), (128, 1.7), (256, 1.9))
     ),
     Check(
         *("tests-matrix", "Tests: every kernel in every cell"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,26 +28,115 @@ from lightning_cp.kernels.triton.launch import TritonFA2
 
 CANDIDATES = [
     BlockConfig(own, step, warps, stages)
-    for own, step in ((128, 128), (128, 64), (128, 32), (64, 128), (64, 64), (64, 32), (32, 32))
-    for warps in (4, 8)
-    for stages in (1, 2, 3)
+    for stages in (2, 3, 1)
+    for warps in (8, 4)
+    for own, step in ((128, 64), (64, 64), (128, 128), (128, 32), (64, 128), (64, 32), (32, 32))
 ]
+"""The likeliest first: a sweep may end before all are timed."""
 HEAD_DIMS = (64, 128, 256)
 Measure = Callable[[AttentionCase, BlockConfigs, str], float | None]
 """Seconds of one kernel (``forward``, ``queries`` or ``keys``) with blocks; ``None`` if it does not run."""
 
 
-def write_table(case: AttentionCase, file: Path = TABLE) -> Blocks:
-    """Measure every head dim on this machine's GPU and write the fastest block sizes into a table.
+def write_table(
+    case: AttentionCase,
+    file: Path = TABLE,
+    head_dims: Sequence[int] = HEAD_DIMS,
+    measure_one: Measure | None = None,
+    target: int | None = None,
+) -> Blocks:
+    """Measure head dims on this machine's GPU and write the fastest block sizes into a table.
 
     Args:
         case: one sequence, whose head dim is replaced; a long one, since its programs are many.
-        file: the table, whose other entries stay.
+        file: the table, whose other entries stay; a new one begins with those of the package.
+        head_dims: those that are measured.
+        measure_one: ``None``: :func:`seconds_of`.
+        target: of the entries; ``None``: this machine's GPU.
     """
-    target = target_of(torch.cuda.get_device_capability())
-    table = load(TABLE) | swept(case, HEAD_DIMS, target, seconds_of)
+    if target is None:
+        target = target_of(torch.cuda.get_device_capability())
+    found = swept(case, head_dims, target, measure_one or seconds_of)
+    table = load(file if file.exists() else TABLE) | found
     save(table, file)
     return table
+
+
+@dataclass(frozen=True)
+class LaunchRow:
+    """The block sizes of one kernel before and after a sweep, and their milliseconds."""
+
+    kernel: str
+    head_dim: int
+    before: BlockConfig
+    before_ms: float | None
+    best: BlockConfig
+    best_ms: float
+    timed: int
+    """Candidates that ran."""
+    impossible: int
+    """Candidates that need more memory than the GPU has."""
+    left: int
+    """Candidates for which there was no time."""
+
+    @property
+    def failed(self) -> bool:
+        """True where the table's own block sizes do not run on this GPU."""
+        return self.before_ms is None
+
+
+LAUNCH_HEAD = (
+    *("kernel", "head dim", "before", "ms", "fastest", "ms", "gain"),
+    *("timed", "do not run", "no time for"),
+)
+
+
+def launch_cells(row: LaunchRow) -> list[object]:
+    """Return a line's cells; blocks as own x step, warps, stages."""
+    before, best = ("{} x {}, {}w, {}st".format(*blocks) for blocks in (row.before, row.best))
+    ms = "does not run" if row.before_ms is None else f"{row.before_ms:.3f}"
+    gain = "" if row.before_ms is None else f"{row.before_ms / row.best_ms:.3f}"
+    counts = (row.timed, row.impossible, row.left)
+    return [row.kernel, row.head_dim, before, ms, best, f"{row.best_ms:.3f}", gain, *counts]
+
+
+class TimedSweep:
+    """A measurement that notes times, and ends: a kernel's first candidate always runs, others in time.
+
+    Args:
+        measure_one: the measurement.
+        seconds: the time for one kernel; ``None``: no limit.
+    """
+
+    def __init__(self, measure_one: Measure, seconds: float | None = None) -> None:
+        self._measure, self._seconds = measure_one, seconds
+        self._began: dict[tuple[int, str], float] = {}
+        self._times: dict[tuple[int, str], dict[BlockConfig, float | None]] = {}
+        self._left: dict[tuple[int, str], int] = {}
+
+    def __call__(self, case: AttentionCase, configs: BlockConfigs, kernel: str) -> float | None:
+        """Return the seconds of one candidate; ``None`` if it does not run, or there is no time."""
+        key = case.head_dim, kernel
+        began = self._began.setdefault(key, time.monotonic())
+        times = self._times.setdefault(key, {})
+        late = self._seconds is not None and time.monotonic() - began > self._seconds
+        if late and any(each is not None for each in times.values()):
+            self._left[key] = self._left.get(key, 0) + 1
+            return None
+        found = self._measure(case, configs, kernel)
+        times[getattr(configs, kernel)] = found
+        return found
+
+    def rows(self) -> list[LaunchRow]:
+        """Return a row for each head dim and kernel."""
+        found: list[LaunchRow] = []
+        for (head_dim, kernel), times in self._times.items():
+            ran = {config: 1e3 * took for config, took in times.items() if took is not None}
+            before, best = next(iter(times)), min(ran, key=lambda config: ran[config])
+            counts = (len(ran), len(times) - len(ran), self._left.get((head_dim, kernel), 0))
+            of_best = (best, ran[best])
+            found.append(LaunchRow(kernel, head_dim, before, ran.get(before), *of_best, *counts))
+        return found
 
 
 def swept(case: AttentionCase, head_dims: Sequence[int], target: int, seconds: Measure) -> Blocks:

@@ -73,9 +73,14 @@ class Arrivals:
 
     Each transfer of a pass has separate memory: a tensor that was read before is still in the caches, while
     data that has just arrived is not. The next pass uses the same memory.
+
+    Args:
+        depth: messages of one size that have memory of their own; the next one uses the first's. ``None``:
+            all of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int | None = None) -> None:
+        self.depth = depth
         self._made: defaultdict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]]
         self._made = defaultdict(list)
         self._taken: Counter[tuple[tuple[int, ...], torch.dtype]] = Counter()
@@ -98,6 +103,8 @@ class Arrivals:
             return Transfer(None, send, [])
         key = tuple(receive_shape), like.dtype
         made, index = self._made[key], self._taken[key]
+        if self.depth is not None:
+            index %= self.depth
         if index == len(made):
             made.append(torch.randn(key[0], dtype=like.dtype, device=like.device))
         self._taken[key] += 1

@@ -5,8 +5,8 @@
 
 A rank runs the real code, forward and backward, but nothing is sent: each hop's messages are random numbers
 that already lie in separate memory. *Efficiency* is the time of one call over the whole sequence on the same
-kernel, divided by (ranks x the slowest rank's time): the loss without any communication. The table also has
-the calls of ring-flash-attention's zigzag ring on the same kernel.
+kernel, divided by (ranks x the slowest rank's time): the loss without any communication. The tables also have
+the calls of ring-flash-attention's zigzag rings on the same kernel.
 
 Packed documents: the rate of a rank, if all were as slow as the slowest, over the rate of the same kernel on
 one causal document of 32,768 tokens. Only the two ranks with the most work and the one with the most tiles
@@ -19,7 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,7 @@ from lightning_cp.bench.timers import Figure, largest_spread, measure
 from lightning_cp.kernels.per_tile import Gradients, PerTileKernel
 from lightning_cp.kernels.protocol import QKV, Merged, Scores
 from lightning_cp.kernels.select import kernels
+from lightning_cp.kernels.varlen import FlashCall, FlashMask, Pack, Spans, VarlenKernel
 from lightning_cp.layout import ALL_ROWS, Schedule, Tile
 from lightning_cp.utils import console as table
 from lightning_cp.utils.command_help import argument_parser
@@ -125,6 +128,90 @@ class ZigzagCalls:
         )
 
 
+@dataclass(frozen=True)
+class PackedZigzagCalls:
+    """The varlen calls of ring-flash-attention on one rank of its zigzag ring, one for each step.
+
+    Each document is padded to ``2 * ranks`` chunks, so that every rank holds two of it. The slices follow
+    version 0.1.8 (``zigzag_ring_flash_attn_varlen.py``): as in :class:`ZigzagCalls`, for each document.
+
+    Args:
+        kernel: an operator of FlashAttention.
+        scores: the scale; causal.
+        rank: rank in the ring.
+        ranks: size of the ring.
+        lengths: this rank's tokens of each document, all even.
+    """
+
+    kernel: VarlenKernel
+    scores: Scores
+    rank: int
+    ranks: int
+    lengths: tuple[int, ...]
+
+    @cached_property
+    def packs(self) -> list[Pack]:
+        """Each step's call."""
+        causal, full = FlashMask(True, -1, -1), FlashMask(False, -1, -1)
+        ends = list(accumulate(self.lengths))
+        places = [(end - length, length) for end, length in zip(ends, self.lengths, strict=True)]
+        whole = Spans([(0, start, length) for start, length in places])
+        first = Spans([(0, start, length // 2) for start, length in places])
+        last = Spans([(0, start + length // 2, length // 2) for start, length in places])
+        own, early, late = (
+            Pack(causal, whole, whole),
+            Pack(full, whole, first),
+            Pack(full, last, whole),
+        )
+        return [own, *(early if step <= self.rank else late for step in range(1, self.ranks))]
+
+    def forward(self, q_BLHD: torch.Tensor, keys: Keys) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``out`` [1, L, H, D] in q's dtype and ``lse`` [1, H, L] in float32."""
+        out: torch.Tensor | None = None
+        lse: torch.Tensor | None = None  # [L, H, 1] while it is merged
+        for step, pack in enumerate(self.packs):
+            inputs = self._inputs(pack, q_BLHD, keys(step))
+            found, found_lse = self.kernel.run_forward(
+                inputs, self._call(pack, q_BLHD), self.scores
+            )
+            new, new_lse = found.to(torch.float32), found_lse.T.unsqueeze(-1)
+            if out is None or lse is None:
+                out, lse = new, new_lse
+            elif pack.q.run is not None:
+                out, lse = _merge(out, lse, new, new_lse)
+            else:
+                at = pack.q.index(q_BLHD.device)[1]
+                out[at], lse[at] = _merge(out[at], lse[at], new, new_lse)
+        assert out is not None
+        assert lse is not None
+        return out.to(q_BLHD.dtype).unsqueeze(0), lse.squeeze(-1).T.unsqueeze(0)
+
+    def backward(
+        self, merged: Merged, q_BLHD: torch.Tensor, keys: Keys, came: Keys
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As :meth:`ZigzagCalls.backward`."""
+        dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q_BLHD, *keys(0)))
+        for step, pack in enumerate(self.packs):
+            dout, out = (pack.q.take(x) for x in (merged.dout, merged.out))
+            lse = pack.q.take(merged.lse.transpose(1, 2)).T.contiguous()
+            inputs = self._inputs(pack, q_BLHD, keys(step))
+            parts = self.kernel.run_backward(
+                Merged(dout, out, lse), inputs, self._call(pack, q_BLHD), self.scores
+            )
+            totals = (dk, dv) if step == 0 else came(step)
+            spans = (pack.q, pack.k, pack.k)
+            for place, total, part in zip(spans, (dq, *totals), parts, strict=True):
+                place.add(total, part)
+        return dq.to(q_BLHD.dtype), dk, dv
+
+    def _inputs(self, pack: Pack, q: torch.Tensor, keys: tuple[torch.Tensor, torch.Tensor]) -> QKV:
+        return QKV(pack.q.take(q), *(pack.k.take(x) for x in keys))
+
+    def _call(self, pack: Pack, q: torch.Tensor) -> FlashCall:
+        boundaries = pack.q.cu_seqlens(q.device), pack.k.cu_seqlens(q.device)
+        return FlashCall(pack.mask, pack.q.longest, pack.k.longest, boundaries)
+
+
 def _merge(
     out: torch.Tensor, lse: torch.Tensor, new: torch.Tensor, new_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,9 +264,20 @@ def replay_ring_flash_attention(
     kernel: PerTileKernel, case: AttentionCase, rank: int, repeats: int
 ) -> Seconds:
     """Time one rank in ring-flash-attention's sequence of calls; each step has separate keys here too."""
-    with one_rank(ContextParallelMethod(1, case.ranks, kernel=kernel.name), case, rank) as alone:
-        calls = ZigzagCalls(kernel, alone.plan.scores, rank, case.ranks)
-        (q, k, v), dout = alone.inputs, alone.dout
+    calls: Any
+    if case.packed:
+        assert isinstance(kernel, VarlenKernel)
+        parts = 2 * case.ranks
+        lengths = tuple(2 * -(-length // parts) for length in case.lengths)
+        scores = Scores(case.spec.scale(case.head_dim), case.spec.mask)
+        calls = PackedZigzagCalls(kernel, scores, rank, case.ranks, lengths)
+        q, k, v = (x.detach() for x in case.inputs(sum(lengths)))
+        dout = torch.randn_like(q)
+    else:
+        way = ContextParallelMethod(1, case.ranks, kernel=kernel.name)
+        with one_rank(way, case, rank) as alone:
+            calls = ZigzagCalls(kernel, alone.plan.scores, rank, case.ranks)
+            (q, k, v), dout = alone.inputs, alone.dout
     arrived = [(k, v), *((torch.randn_like(k), torch.randn_like(v)) for _ in range(1, case.ranks))]
     came = [
         (torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32))
@@ -231,6 +329,8 @@ class PackedRow:
     """Packed documents around a ring; rates in 10^12 operations per second."""
 
     kernel: str
+    calls: str
+    """The library whose sequence of calls is replayed."""
     ranks: int
     timed: int
     """Ranks that were replayed: those that may be the slowest."""
@@ -262,6 +362,26 @@ def dense_rows(case: AttentionCase, kernel: str, repeats: int) -> Iterator[Dense
         yield DenseRow(kernel, "ring-flash-attention", *common, Seconds.slowest(theirs))
 
 
+def packed_rows(
+    case: AttentionCase, kernel: str, dense_rate: Seconds, repeats: int
+) -> Iterator[PackedRow]:
+    """Yield our row, and ring-flash-attention's where the kernel has packed calls.
+
+    Its ranks all compute about the same: the first and the last are replayed.
+    """
+    ours = packed_row(case, kernel, dense_rate, repeats)
+    yield ours
+    made = kernels()[kernel]
+    if isinstance(made, VarlenKernel):
+        ranks = (0, case.ranks - 1)
+        found = Seconds.slowest(
+            [replay_ring_flash_attention(made, case, rank, repeats) for rank in ranks]
+        )
+        rate = _rate(case, found)
+        theirs = {"calls": "ring-flash-attention", "timed": len(ranks), "tiles": case.ranks}
+        yield replace(ours, rate=rate, **theirs)  # type: ignore[arg-type]
+
+
 def packed_row(case: AttentionCase, kernel: str, dense_rate: Seconds, repeats: int) -> PackedRow:
     """Return the row whose rate is that of the slowest replayed rank."""
     way = ContextParallelMethod(1, case.ranks, kernel=kernel)
@@ -272,7 +392,7 @@ def packed_row(case: AttentionCase, kernel: str, dense_rate: Seconds, repeats: i
     assert documents is not None
     sizes = (case.ranks, len(ranks), case.tokens, len(documents.rows[0]))
     tiles = max(plan.rank(rank).num_tiles for rank in ranks)
-    return PackedRow(kernel, *sizes, tiles, _rate(case, found), dense_rate)
+    return PackedRow(kernel, "ours", *sizes, tiles, _rate(case, found), dense_rate)
 
 
 def heaviest(plan: Schedule) -> list[int]:
@@ -299,7 +419,7 @@ DENSE_HEAD = (
     *("whole bwd, ms", "slowest rank bwd, ms", "efficiency fwd", "bwd", "fwd+bwd"),
 )
 PACKED_HEAD = (
-    *("kernel", "ranks", "ranks timed", "tokens", "documents", "tiles of a rank"),
+    *("kernel", "calls", "ranks", "ranks timed", "tokens", "documents", "tiles of a rank"),
     *("fwd, TFLOP/s", "bwd, TFLOP/s", "of dense, fwd", "of dense, bwd"),
 )
 
@@ -318,7 +438,7 @@ def dense_cells(row: DenseRow) -> list[object]:
 def packed_cells(row: PackedRow) -> list[object]:
     """Return a line's cells."""
     return [
-        *(row.kernel, row.ranks, row.timed, row.tokens, row.documents, row.tiles),
+        *(row.kernel, row.calls, row.ranks, row.timed, row.tokens, row.documents, row.tiles),
         *(f"{rate:.1f}" for rate in (row.rate.forward, row.rate.backward)),
         *(f"{row.share(of_pass):.3f}" for of_pass in ("forward", "backward")),
     ]
@@ -368,8 +488,9 @@ def all_packed(size: ReplaySizes, kernel: str) -> list[PackedRow]:
     """Replay packed documents with every number of ranks."""
     dense_rate = rate_of_one(size.one_document(), kernel, size.repeats)
     return [
-        packed_row(size.packed(ranks), kernel, dense_rate, size.repeats)
+        row
         for ranks in size.packed_ranks
+        for row in packed_rows(size.packed(ranks), kernel, dense_rate, size.repeats)
     ]
 
 

@@ -9,8 +9,9 @@ minimum is not the sum of their minima.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -102,6 +103,7 @@ class ModelStep:
         split: (ring size, Ulysses size); the other ranks are data-parallel.
         engine: ``ddp``, ``fsdp``, ...
         device_type: ``cpu`` or ``cuda``.
+        more: other arguments of the strategy.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class ModelStep:
         split: tuple[int, int],
         engine: str = "ddp",
         device_type: str = "cpu",
+        more: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         ring, ulysses = split
         ranks = dist.get_world_size()
@@ -121,6 +124,7 @@ class ModelStep:
             data_parallel_size=ranks // (ring * ulysses),
             parity_check="off",
             **MODES[mode],
+            **more,
         )
         self._sizes = sizes
         device = torch.device(device_type)

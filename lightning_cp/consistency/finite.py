@@ -162,7 +162,7 @@ class FiniteGuard:
         gather_facts({"step": step.number}, group, what=WHAT)  # raises if calls differ
         counts.check(step.number, group)  # a mean over no target is NaN, too
         counts.check_numbers(step.number, group, size)
-        counts.check_values(step.number, group, size)
+        counts.check_values(f"step {step.number}", group, size)
         self._state.warn(state, group, size)
         asks = any(gather_objects(counts.asks, group))
         apart = counts.shared_difference(group, size) or counts.factor_difference(group, size)

@@ -76,6 +76,8 @@ class ProbeLoss:
     """One flag per factor of the loss: it is 0; see ``factors_of``."""
     leaves_out: bool = False
     """Its loss functions ignore some labels."""
+    is_of_sequences: bool = False
+    """It is computed from values of whole sequences, and of no mean over targets."""
 
     @property
     def needs_fewer_labels(self) -> bool:
@@ -290,7 +292,7 @@ class TargetCounts:
         ]
         return [numbers for _, numbers in self._numbers] + shared
 
-    def check_values(self, step: int, group: dist.ProcessGroup, sample_size: int) -> None:
+    def check_values(self, where: str, group: dist.ProcessGroup, sample_size: int) -> None:
         """Check that losses of whole sequences are the same numbers on ranks that share a sample. Collective.
 
         Raises:
@@ -304,7 +306,7 @@ class TargetCounts:
                     shown = (
                         float(x[1]) / 2 for x in (values, others)
                     )  # a sum of two, with the sign
-                    raise ConfigError(_values_text(step, first, first + rank, *shown))
+                    raise ConfigError(f"{where}: {_values_text(first, first + rank, *shown)}")
 
     def shared_difference(self, group: dist.ProcessGroup, sample_size: int) -> str | None:
         """Return the start of a message if shared values differ by more than rounding. Collective."""
@@ -427,12 +429,13 @@ def gather_by_sample(
         yield from enumerate((first, each) for each in of_ranks)
 
 
-def _values_text(step: int, rank: int, other: int, value: float, of_other: float) -> str:
+def _values_text(rank: int, other: int, value: float, of_other: float) -> str:
     return (
-        f"step {step}: the loss is {value:g} on rank {rank} and {of_other:g} on rank {other}, which share a "
+        f"the loss is {value:g} on rank {rank} and {of_other:g} on rank {other}, which share a "
         "sample, but with labels='none' it must be the same number on both. Compute all of it from "
-        "self.sequence_sum(values), sequence_mean, sequence_pick or unshard, and draw random numbers for it "
-        "from a generator that is equal on these ranks. No rank has stepped."
+        "self.sequence_sum(values), sequence_mean, sequence_pick or unshard (divide by sequence_sum(mask), "
+        "not by what a rank counts), and draw random numbers for it from a generator that is equal on these "
+        "ranks. No rank has stepped."
     )
 
 

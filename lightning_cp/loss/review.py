@@ -182,7 +182,7 @@ def _note(
 ) -> None:
     counts.note_padding(*weight.padding(by_hand=not is_known, asked=padding_asked))
     factors = factors_of(loss, weight.tokens) if follows and not is_known else None
-    whole = loss if weight.without_labels and not weight.is_declared else None
+    whole = weight.own_value(loss) if weight.without_labels and not weight.is_declared else None
     counts.note_shared(weight.targets, None if passes else means, factors, whole)
 
 
@@ -191,10 +191,12 @@ def _facts_of(loss: torch.Tensor, means: LossTerms, weight: StepLoss) -> ProbeLo
     counts.note(means, weight.targets, is_probe=True)
     shared = means.joined or means.gathered
     zeros = factors_of(loss, weight.tokens).zeros if shared or not _is_known(means) else ()
-    if _is_known(means) or weight.is_without_targets:
-        return ProbeLoss(counts, zeros=zeros)
-    leaves, declared = ignores_label(loss, IGNORED_LABEL), weight.is_declared
-    return ProbeLoss(counts, False, is_declared=declared, zeros=zeros, leaves_out=leaves)
+    is_clear, declared = _is_known(means) or weight.is_without_targets, weight.is_declared
+    return ProbeLoss(
+        *(counts, is_clear, declared, zeros),
+        leaves_out=not is_clear and ignores_label(loss, IGNORED_LABEL),
+        is_of_sequences=bool(means.gathered) and not means.counts,
+    )
 
 
 def _is_known(means: LossTerms) -> bool:

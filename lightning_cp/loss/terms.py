@@ -453,16 +453,19 @@ def declared_count(counted: torch.Tensor | float) -> torch.Tensor:
     """Return the number of targets of a mask, of weights of tokens, or of a number.
 
     Raises:
-        ConfigError: a number that is negative or NaN.
+        ConfigError: a number, or a sum on the host, that is negative or NaN.
     """
-    if isinstance(counted, torch.Tensor):
-        return _wide_sum(counted.detach())
-    if not counted >= 0:
-        raise ConfigError(
-            f"count_targets({counted}) declares no number of targets. Pass a mask of this rank's tokens, "
-            "or how many targets the loss of this rank counts, at least 0."
-        )
-    return torch.tensor(counted)
+    is_tensor = isinstance(counted, torch.Tensor)
+    count = _wide_sum(counted.detach()) if is_tensor else torch.tensor(counted)
+    if count.is_cpu and not count >= 0:
+        raise ConfigError(NO_COUNT.format("a tensor" if is_tensor else counted))
+    return count
+
+
+NO_COUNT = (
+    "count_targets({}) declares no number of targets: it is, or adds up to, less than 0 or NaN. Pass a mask "
+    "of this rank's tokens, or how many targets the loss of this rank counts, at least 0."
+)
 
 
 def divisor(count: Any) -> Any:

@@ -286,7 +286,7 @@ class StepLoss:
 
     def local_loss(self, loss: torch.Tensor) -> torch.Tensor | None:
         """Return this rank's own mean (``loss`` may show the group's), or ``None`` without targets."""
-        own = loss if self._own is None else self._own
+        own = self.own_value(loss)
         if self._declared is not None:
             return torch.where(self._declared[self._mesh.cp_rank] > 0, own.detach(), 0.0)
         return own if self._valid[self._mesh.cp_rank] else None
@@ -322,9 +322,13 @@ class StepLoss:
         elif self._valid[rank]:
             weighted = loss * (loss_scale(self._valid, rank) * weight)
         else:
-            self._muted = loss.detach() if self._own is None else self._own
+            self._muted = self.own_value(loss).detach()
             weighted = zero_loss(loss)
         return _WithValue.apply(weighted, loss.detach())  # type: ignore[return-value]
+
+    def own_value(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss that the step computed, for one that may have the mean of ranks as its value."""
+        return loss if self._own is None else self._own
 
     def global_loss(self, loss: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return a loss with the value that one process has, and the gradient of this rank's own."""

@@ -25,7 +25,7 @@ from lightning_cp.attention.function import attend, attend_with_max_logits
 from lightning_cp.attention.plan import AttentionPlan, make_plan, make_request
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.batch.step_state import StepState
-from lightning_cp.comm.consensus import check_equal, gather_by_vote
+from lightning_cp.comm.consensus import gather_by_vote, raise_on_all
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.auto import Tiles, tiles_of
 from lightning_cp.kernels.protocol import Request
@@ -150,8 +150,8 @@ class RankChecks:
         error = waiting.error or error
         try:
             if waiting.names and self._mesh.sample_size > 1:
-                facts = {", ".join(waiting.names): 0}
-                check_equal(facts, self._mesh.control_group(Flat.CP), what="step", error=error)
+                group, what = self._mesh.control_group(Flat.CP), ", ".join(waiting.names)
+                raise_on_all(error, group, what=what)
             if error is not None:
                 raise error
         except Exception as refused:

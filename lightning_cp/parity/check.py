@@ -168,7 +168,7 @@ class DifferenceExplainer(StepComparer):
         runtime = self.runner.runtime
         runner = replace(self.runner, everything=True)
         single, parallel = runner.run_single(batch), runner.run_parallel(batch)
-        counts = runtime.losses.probe.counts
+        probe, counts = runtime.losses.probe, runtime.losses.probe.counts
         other_counts = counts.difference(runtime.mesh.control_group(Flat.LOSS))
         beginning = self._beginning(batch, runner, single, parallel)
         tokens = token_gradients(single, parallel, runtime.mesh, self.tolerance(single))
@@ -182,6 +182,8 @@ class DifferenceExplainer(StepComparer):
                 counts_rows=not self.runner.is_any(
                     not counts.equal_rows(runtime.binding.read(batch).rows)
                 ),
+                is_declared=self.runner.is_any(probe.is_declared),
+                is_of_sequences=not self.runner.is_any(not probe.is_of_sequences),
             )
         )
         report = ill(base, made, diagnosis, self.runner.count(batch), uneven=self.uneven)
@@ -311,12 +313,18 @@ class ParityCheck:
         return healthy(base, tokens, seconds, **modes)
 
     def _check_healthy(self, batch: Any, base: Comparison, *, uneven: bool) -> None:
+        runtime = self.runner.runtime
+        where, counts = (
+            f"parity check on {self.runner.count(batch)} tokens",
+            runtime.losses.probe.counts,
+        )
+        group = runtime.mesh.control_group(Flat.LOSS)
+        if not base.is_spread:  # means of unequal losses may be right
+            counts.check_values(where, group, runtime.mesh.cp_size)
         if base.is_fault:
-            runtime = self.runner.runtime
-            padding = runtime.losses.probe.counts.padding(runtime.mesh.control_group(Flat.LOSS))
+            padding = counts.padding(group)
             if padding is not None:
-                tokens = self.runner.count(batch)
-                raise ConfigError(f"parity check on {tokens} tokens: {padding}")
+                raise ConfigError(f"{where}: {padding}")
             shown = self._shortest(batch, base)
             raise ParityError(DifferenceExplainer(self.runner, uneven).explain(*shown, self.hint))
 

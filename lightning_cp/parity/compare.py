@@ -235,6 +235,10 @@ class TokenGradients:
     """True if the factors are those of a mean over other tokens than the ones with targets, which weight a
     rank's loss.
     """
+    one_a_row: bool = False
+    """True if one process has a gradient at one token of each row at most, and not at all of the same tokens
+    as ranks.
+    """
 
 
 def token_gradients(
@@ -267,7 +271,9 @@ def token_gradients(
     shared = None if own_factor is None else own_factor / (parallel.share or 1.0)
     fixed = [_is_same(value, mesh, tolerance) for value in (own_factor, shared)]
     others = equal_all and _is_of_other_tokens(own_factor, parallel.share, mesh, tolerance)
-    return TokenGradients(most, along_all, equal_all and any(fixed), others)
+    is_few = int((a.abs().sum(-1) > 0).sum()) <= len(a) if a is not None else False
+    one_a_row = bool(largest(float(extra), mesh)) and not largest(float(not is_few), mesh)
+    return TokenGradients(most, along_all, equal_all and any(fixed), others, one_a_row)
 
 
 def _is_of_other_tokens(

@@ -18,6 +18,9 @@ class Cause(Enum):
     UNSCALED_LOSS = "unscaled loss"
     OTHER_TARGETS = "a loss that counts other targets than the labels"
     OTHER_TOKENS = "a mean over other tokens than those with labels"
+    OTHER_COUNT = "a count of other tokens than those of the loss"
+    OWN_NUMBER = "a loss of whole sequences, times a number of a rank's own tokens"
+    LOCAL_PICK = "a token that each rank takes from its own part"
     LOCAL_LABELS = "local labels"
     OF_SEQUENCES = "a function of sums over sequences"
     NO_MEAN = "a loss that is no mean over targets"
@@ -36,7 +39,19 @@ REMEDY = {
     Cause.UNSCALED_LOSS: (
         "Return the mean over the targets of this rank's tokens, not divided, summed or averaged over ranks: "
         "the strategy weighs it. A sum that is meant, of each row say, is computed from "
-        "self.unshard(losses of tokens)."
+        "self.sequence_sum(losses of tokens, mask), or self.unshard(losses of tokens)."
+    ),
+    Cause.OTHER_COUNT: (
+        "Call count_targets with the mask, or the weights, that the loss multiplies the values of tokens by, "
+        "and divide by the number that it returns: (losses * mask).sum() / self.count_targets(mask)."
+    ),
+    Cause.OWN_NUMBER: (
+        "A rank has a part of each sequence: its lengths (x.shape[1]) and its counts (mask.sum()) are not "
+        "those of the whole. Count by self.sequence_sum(mask), or take self.sequence_mean(values, mask)."
+    ),
+    Cause.LOCAL_PICK: (
+        "The first or the last token of a rank is not that of the sequence. Take it by "
+        "self.sequence_pick(values, index), with -1 for the last one of each row, or from self.unshard(x)."
     ),
     Cause.OTHER_TARGETS: DECLARE,
     Cause.OTHER_TOKENS: (
@@ -52,12 +67,13 @@ REMEDY = {
     Cause.NO_MEAN: (
         "The strategy weighs each rank's loss by its targets, which is exact for means over them. Terms that "
         "are none, such as a router's balance, a ratio of sums or a mean over other tokens, would have to "
-        "see all tokens: gather what they are made of by self.unshard(x), or leave them out."
+        "see all tokens: compute them from self.sequence_sum(values, mask), sequence_mean or "
+        "self.unshard(x), or leave them out."
     ),
     Cause.OF_SEQUENCES: (
-        "A rank has a part of each sequence, and so of its sum, its mean and its count. Put the values of "
-        "tokens together before they are summed: self.unshard(x) of ContextParallelMixin, or "
-        "fabric.strategy.unshard(x)."
+        "A rank has a part of each sequence, and so of its sum, its mean and its count. Take those of the "
+        "whole sequence: self.sequence_sum(values, mask) or sequence_mean of ContextParallelMixin, with "
+        "Fabric fabric.strategy.sequence_sum(values, mask); or put the values together, self.unshard(x)."
     ),
     Cause.LOCAL_POSITIONS: (
         "Take positions from batch['position_ids'] or self.token_positions(x), which are global, and not "
@@ -117,6 +133,10 @@ class Evidence:
     """True if the loss has means over targets, and another term."""
     counts_rows: bool = False
     """True if the counted targets are as many as the batch's rows, on every rank."""
+    is_declared: bool = False
+    """True if the step called ``count_targets``."""
+    is_of_sequences: bool = False
+    """True if the loss is computed from values of whole sequences, and of no mean over targets."""
 
     @property
     def seams_alone(self) -> bool:
@@ -186,20 +206,32 @@ def _count_cause(evidence: Evidence, counts: str) -> Diagnosis:
     if evidence.counts_rows and evidence.tokens is not None and not evidence.tokens.all_along:
         what = "logits agree, and a loss has a target for each row, of which a rank has a part"
         return Diagnosis(Cause.OF_SEQUENCES, f"{what}; {counts}")
-    return Diagnosis(Cause.OTHER_TARGETS, f"logits agree, and {counts}")
+    cause = Cause.OTHER_COUNT if evidence.is_declared else Cause.OTHER_TARGETS
+    return Diagnosis(cause, f"logits agree, and {counts}")
 
 
 def _loss_cause(evidence: Evidence) -> Diagnosis:
     """The cause if all outputs of modules agree."""
     base = evidence.base
+    if base.loss.is_fault and not any(one.is_fault for one in base.gradients):
+        what = (
+            "logits and gradients agree, and the loss does not: a term without a gradient differs"
+        )
+        return Diagnosis(Cause.NO_MEAN, what)
     off = abs(base.factor - 1.0)
     if base.residual <= 2 * base.tolerance.gradient and off > base.tolerance.gradient:
         return Diagnosis(
-            Cause.UNSCALED_LOSS,
+            Cause.OWN_NUMBER if evidence.is_of_sequences else Cause.UNSCALED_LOSS,
             f"logits agree, and all gradients are {base.factor:.4g} times those of one process",
         )
+    if evidence.tokens is not None and evidence.tokens.one_a_row:
+        return Diagnosis(
+            Cause.LOCAL_PICK,
+            "logits agree, and in one process one token of each row has a gradient, which on ranks another "
+            "one has",
+        )
     if evidence.tokens is not None and evidence.tokens.all_along:
-        return _factor_cause(evidence.tokens)
+        return _factor_cause(evidence.tokens, is_declared=evidence.is_declared)
     if evidence.cures(PLAIN_LOSS) and evidence.beside_other_terms:
         return Diagnosis(
             Cause.NO_MEAN,
@@ -222,9 +254,12 @@ def _loss_cause(evidence: Evidence) -> Diagnosis:
     return Diagnosis(Cause.UNKNOWN, f"logits agree, and gradients do not{also}")
 
 
-def _factor_cause(tokens: TokenGradients) -> Diagnosis:
+def _factor_cause(tokens: TokenGradients, *, is_declared: bool) -> Diagnosis:
     """The cause if every token's gradient has the right direction."""
     what = "logits agree, and the gradient of each token's is one process's times a factor"
+    if is_declared and (tokens.of_other_tokens or tokens.one_factor):
+        by = "another one for each rank, whose weight is the number that count_targets was given"
+        return Diagnosis(Cause.OTHER_COUNT, f"{what}, {by}")
     if tokens.of_other_tokens:
         by = "as the mean over other tokens than those with labels has it"
         return Diagnosis(Cause.OTHER_TOKENS, f"{what}, {by}")

@@ -29,7 +29,7 @@ from lightning_cp.loss.sequence import (
     SequenceTokens,
     gather_rows,
 )
-from lightning_cp.loss.terms import declared_count, divisor
+from lightning_cp.loss.terms import NO_COUNT, declared_count, divisor
 from lightning_cp.loss.weighting import StepLoss
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.models.handle import raise_gradient_mismatch
@@ -389,6 +389,7 @@ class StepContext:
             )
             self.loss.declare(count)
         if state is not None:
+            state.refuse_if(~(count >= 0), NO_COUNT.format("a tensor"))
             state.counted = count
         return divisor(count)
 

@@ -78,7 +78,7 @@ def test_the_sdist_is_a_checkout(built: Path) -> None:
     for folder in ("lightning_cp", "hydra_plugins", "configs", "tests", "examples", "docs", ".ci"):
         assert files_in(folder) <= names
     at_root = (
-        "README.md LICENSE CHANGELOG.md CONTRIBUTING.md Makefile constraints.txt "
+        "README.md LICENSE CHANGELOG.md CONTRIBUTING.md Makefile mkdocs.yml constraints.txt "
         "constraints-oldest.txt pyproject.toml"
     )
     assert set(at_root.split()) <= names

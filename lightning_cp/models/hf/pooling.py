@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lightning_cp.comm.reduce import all_max
+from lightning_cp.errors import ConfigError
 from lightning_cp.layout.axes import Flat
 from lightning_cp.loss.sequence import pick_positions
 from lightning_cp.models.handle import SwapHandle
@@ -86,7 +87,9 @@ class RowHead:
         pad = self._model.config.get_text_config().pad_token_id
         positions, size = self._positions(scores.device)
         at = torch.full(scores.shape[:1], size - 1, device=scores.device)
-        if ids is not None and pad is not None:
+        if ids is None or pad is None:
+            self._check_not_padding(-1)
+        else:
             is_token = (ids != pad) & (positions < size)
             own = torch.where(is_token, positions, 0).amax(1)
             at = all_max(own, self._handle.mesh.group(Flat.CP))
@@ -107,7 +110,30 @@ class RowHead:
         return output
 
     def _first(self, hidden: torch.Tensor) -> torch.Tensor:
+        self._check_not_padding(0)
         return self._pick(hidden, torch.zeros(hidden.shape[0], device=hidden.device))
+
+    def _check_not_padding(self, at: int) -> None:
+        """Check that the first (0) or last (-1) position of each row is a token.
+
+        Raises:
+            ConfigError: on every rank, some row has padding there.
+        """
+        assert self._handle.state is not None
+        documents = self._handle.state.layout.documents
+        if documents is None:
+            return
+        bound = 0 if at == 0 else documents.seq_len
+        padded = [n for n, row in enumerate(documents.rows) if not (len(row) and bound in row[at])]
+        if padded:
+            first = "first", "Pad on the right (tokenizer.padding_side='right')."
+            last = "last", "Pad on the left, or pass input_ids and set config.pad_token_id."
+            which, instead = first if at == 0 else last
+            raise ConfigError(
+                f"{type(self._model).__name__} makes its output of the {which} position of each row, which "
+                f"is padding in row {padded[0]} of the batch: in one process padding attends to the row's "
+                f"tokens, and here it has no attention. {instead}"
+            )
 
     def _pick(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         """Return the values [B, ...] of the tokens at positions ``at`` [B] of the whole rows."""

@@ -140,5 +140,5 @@ def digest_of(*states: Any) -> str:
     for state in states:
         for name, x in tensors_of(state):
             own = x.to_local() if isinstance(x, DTensor) else x
-            made.update(name.encode() + own.detach().contiguous().numpy().tobytes())
+            made.update(name.encode() + own.detach().cpu().contiguous().numpy().tobytes())
     return made.hexdigest()[:16]

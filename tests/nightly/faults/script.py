@@ -3,8 +3,8 @@
 WAY is ``trainer``, ``manual`` (the Trainer with manual optimization) or ``fabric``, or one of them with a
 start method: ``trainer_spawn``. What FAULT and WHERE may be is told in ``fault.py``; ``other`` is a rank that
 is given another setting, and ``slow`` one whose files are written slowly. Pairs are the strategy's, besides
-``saves=1``: callbacks save, also on exceptions; and ``accumulate=2`` micro-batches a step. With the variable
-``HEARD_LATE`` watchers hear of everything half a second late, as on a busy machine.
+``saves=1``: callbacks save, also on exceptions; ``accumulate=2`` micro-batches a step; ``accelerator=gpu``.
+With the variable ``HEARD_LATE`` watchers hear of everything half a second late, as on a busy machine.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def with_trainer(devices: int, fault: Fault, settings: dict[str, Any], *, manual
     """Lightning's loop."""
     saves, accumulated = settings.pop("saves", 0), settings.pop("accumulate", 1)
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator=settings.pop("accelerator", "cpu"),
         devices=devices,
         strategy=Telling(labels="aligned", num_heads=4, **settings),
         max_epochs=1,

@@ -13,6 +13,7 @@ REFUSALS = (
     "tests/ranks/pretended/test_refusals.py::"
     "test_a_step_is_refused_on_all_ranks_before_the_optimizer_steps"
 )
+GPUS = "tests/ranks/benchmarks/test_gpus.py"
 RUNS = "tests/ranks/pretended/test_training.py::test_losses_and_weights_are_those_of_one_cpu"
 
 DEVICE_MUTANTS = (
@@ -63,5 +64,37 @@ DEVICE_MUTANTS = (
         "self._padding",
         (f"{REFUSALS}[labels]",),
         "On a GPU alone a step that changes its labels trains on wrong ones at every seam.",
+    ),
+    Mutant(
+        "the checks of several GPUs accept every number",
+        "benchmarks/gpus/line.py",
+        "if not error <= limit:",
+        "if error < 0:",
+        (f"{GPUS}::test_a_wrong_result_fails_the_line",),
+        "The report of several GPUs says passed, whatever they compute.",
+    ),
+    Mutant(
+        "no rank sleeps",
+        "benchmarks/gpus/attention.py",
+        "            for name in names if self.is_mine else ():",
+        "            for name in ():",
+        (f"{GPUS}::test_a_line_passes[oracle, ring 2 zigzag]",),
+        "Messages arrive as soon as they are posted, and a missing wait is not noticed.",
+    ),
+    Mutant(
+        "the check of one GPU accepts wrong exchanges of losses",
+        "benchmarks/gpu_losses.py",
+        "return not max(self.error, self.gradient_error) <= LIMITS[self.dtype]",
+        "return False",
+        ("tests/ranks/benchmarks/test_gpu_check.py::test_wrong_exchanges_of_losses_fail",),
+        "Losses of whole sequences may be wrong with NCCL, and the report says passed.",
+    ),
+    Mutant(
+        "a long step is scaled without its other layers",
+        "benchmarks/long_step.py",
+        "seconds = more.seconds + steps * (more.seconds - few.seconds)",
+        "seconds = more.seconds",
+        ("tests/ranks/benchmarks/test_gpu_check.py::test_the_long_step_is_scaled_from_its_layers",),
+        "The report shows two layers' seconds beside others' whole model.",
     ),
 )

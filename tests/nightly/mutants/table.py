@@ -22,6 +22,7 @@ from tests.nightly.mutants.in_guards import GUARD_MUTANTS
 from tests.nightly.mutants.in_kernels import KERNEL_MUTANTS
 from tests.nightly.mutants.in_layouts import LAYOUT_MUTANTS
 from tests.nightly.mutants.in_loading import LOADING_MUTANTS
+from tests.nightly.mutants.in_losses import LOSS_MUTANTS
 from tests.nightly.mutants.in_models import MODEL_MUTANTS
 from tests.nightly.mutants.in_muon import MUON_MUTANTS
 from tests.nightly.mutants.in_resume import RESUME_MUTANTS
@@ -44,6 +45,7 @@ EVERY = (
     *TENSOR_PARALLEL_MUTANTS,
     *LOADING_MUTANTS,
     *ENGINE_MUTANTS,
+    *LOSS_MUTANTS,
     *MODEL_MUTANTS,
     *MUON_MUTANTS,
     *DEVICE_MUTANTS,

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
-from benchmarks import gpu_check, gpu_sections, gpu_training, kernel_rates
+from benchmarks import gpu_check, gpu_sections, gpu_training, kernel_rates, launch_sweep
 from benchmarks.gpu_check import GpuReport, Section
 from benchmarks.gpu_sections import CHECKS, Check
 from lightning_cp.bench.kernels import KernelRow
+from lightning_cp.bench.methods import AttentionCase
+from lightning_cp.kernels.aten import AtenCpuFlash
+from lightning_cp.kernels.triton.blocks import BlockConfigs, Key
+from tests.helpers.pool import call_on_ranks
 
 XML = """<testsuites><testsuite name="pytest" tests="4">
 <testcase classname="tests.unit.x.test_x" name="test_cells[a]"/>
@@ -50,7 +60,7 @@ def test_missing_packages_are_named_before_anything_starts(
     said = capsys.readouterr().err
     assert f"{sys.executable} -m pip install pytest-timeout hypothesis" in said
     assert "hypothesis is needed by tests-matrix, tests-gpu, tests-triton" in said
-    assert "--only training,synchronisations,kernels,replay-dense,replay-packed" in said
+    assert "--only versions,training,losses,features,synchronisations,memory,kernels," in said
     assert not (tmp_path / "here").exists()
 
 
@@ -71,24 +81,27 @@ def test_a_rehearsal_keeps_what_has_passed(
 @pytest.mark.nightly
 def test_a_rehearsal_in_parts_measures_and_writes_everything(tmp_path: Path) -> None:
     rehearse = ["--device", "cpu", "--folder", str(tmp_path)]
-    assert gpu_check.main([*rehearse, "--part", "1/2"]) == 0
-    assert gpu_check.main([*rehearse, "--part", "2/2"]) == 0
+    for part in ("1/3", "2/3", "3/3"):
+        assert gpu_check.main([*rehearse, "--part", part]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     rows = {section["name"]: section["rows"] for section in report["sections"]}
     assert [row["calls"] for row in rows["replay-dense"]] == ["ours", "ring-flash-attention"]
     assert rows["replay-packed"][0]["documents"] == 4
-    assert {row["engine"] for row in rows["training"]} == set(gpu_training.ENGINES)
+    assert {row["engine"] for row in rows["training"]} == {*gpu_training.ENGINES, "hsdp"}
+    assert rows.keys() == {check.name for check in CHECKS if "cpu" in check.devices}
     assert {"date", "device", "torch", "triton", "code"} <= report["facts"].keys()
     text = (tmp_path / "report.md").read_text()
     assert "say nothing of a GPU" in text
-    assert sum(line.startswith("|---|") for line in text.splitlines()) == 4
-    assert {path.name for path in tmp_path.iterdir()} == {"report.md", "report.json"}
+    assert sum(line.startswith("|---|") for line in text.splitlines()) == len(rows)
+    assert sum(" passed: " in line for line in text.splitlines()) == len(rows)
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {"report.md", "report.json", gpu_sections.LAUNCH_TABLE}
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "kernel"], "has no section kernel. The sections are training, "),
+        (["--only", "kernel"], "has no section kernel. The sections are versions, training, "),
         (["--part", "4/3"], "--part 4/3 names no part. Write --part 1/3"),
         (["--part", "3"], "--part 3 names no part"),
     ],
@@ -103,7 +116,147 @@ def test_parts_hold_every_section_once_and_fit_their_time() -> None:
         dealt = gpu_check.parts(CHECKS, count)
         names = [check.name for part in dealt for check in part]
         assert sorted(names) == sorted(check.name for check in CHECKS)
-        assert max(sum(check.minutes for check in part) for part in dealt) <= 9
+    assert max(sum(check.minutes for check in part) for part in gpu_check.parts(CHECKS, 3)) <= 9
+
+
+def test_a_whole_check_leaves_at_most_eight_files() -> None:
+    """Two reports, one of earlier code, the launch table, an XML of each section of tests, one to read."""
+    tests = [check for check in CHECKS if check.name.startswith("tests-")]
+    assert (
+        len({"report.md", "report.json", "report.before.json", "blocks.json", "a.section.json"})
+        + (len(tests))
+        <= 8
+    )
+
+
+QUICK_SECTIONS = (
+    "versions",
+    "losses",
+    "memory",
+    "kernels",
+    "replay-dense",
+    "replay-packed",
+    "long-step",
+)
+"""Those that a rehearsal runs in seconds; the others are in the nightly rehearsals."""
+
+
+@pytest.mark.parametrize("name", QUICK_SECTIONS)
+def test_a_section_rehearses(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_ranks(count: int, function: Any, *arguments: Any, device_type: str) -> Any:
+        return call_on_ranks(count, function, *arguments)
+
+    monkeypatch.setattr(gpu_sections, "on_ranks", on_ranks)
+    check = next(check for check in CHECKS if check.name == name)
+    found = Section.of(name, check.title, lambda: check.run(SMALL, tmp_path))
+    assert found.failure is None
+    assert found.rows
+    assert found.verdict.startswith("passed: ")
+    assert found.headline in found.verdict
+    found.write(tmp_path / "section.json")  # rows are plain
+    head, line, *rows = found.table.splitlines()
+    assert {row.count("|") for row in rows} == {head.count("|")} == {line.count("|")}
+
+
+def test_a_launch_section_writes_the_table_and_its_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seconds(case: AttentionCase, configs: BlockConfigs, kernel: str) -> float:
+        return 1.0 + getattr(configs, kernel).own
+
+    monkeypatch.setattr(launch_sweep, "seconds_of", seconds)
+    sizes = replace(SMALL, launch_seconds=None)
+    found = Section.of("launch-64", "L", lambda: gpu_sections._launch(64, sizes, tmp_path))
+    assert found.failure is None
+    written = launch_sweep.load(tmp_path / gpu_sections.LAUNCH_TABLE)
+    assert {blocks.own for blocks in written[Key(80, "single", 32)]} == {32}
+    assert "forward " in found.verdict
+
+
+def test_a_failure_is_the_verdict() -> None:
+    assert section("bad", "Traceback\nRuntimeError: no memory\n").verdict == (
+        "FAILED: RuntimeError: no memory"
+    )
+
+
+def test_features_run_and_a_feature_that_changes_losses_fails() -> None:
+    job = SMALL.job
+    name = "deterministic"
+    row = gpu_training._training_row("ddp", "bf16-mixed", job, "cpu", gpu_training.FEATURES[name])
+    assert not row.failed, row
+    assert row.batch == "dense, deterministic"
+    assert not torch.are_deterministic_algorithms_enabled()
+    spoilt = gpu_training.Feature("spoilt", around=spoiling)
+    assert gpu_training._training_row("ddp", "bf16-mixed", job, "cpu", spoilt).failed
+    refused = gpu_training.refused_row(job, "cpu")
+    assert not refused.failed
+    assert "hsdp" in refused.refusal
+
+
+@contextmanager
+def spoiling(device_type: str) -> Iterator[None]:
+    """Attention that sees half of what it should."""
+    own = AtenCpuFlash.attend
+
+    def attend(self: Any, *inputs: Any) -> Any:
+        out, lse = own(self, *inputs)
+        return out / 2, lse
+
+    with mock.patch.object(AtenCpuFlash, "attend", attend):
+        yield
+
+
+def test_wrong_exchanges_of_losses_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import gpu_losses
+
+    rows = call_on_ranks(1, wrong_losses)[0]
+    assert {row.exchange for row in rows if row.failed} == {row.exchange for row in rows}
+    assert len(gpu_losses.loss_cells(rows[0])) == len(gpu_losses.LOSS_HEAD)
+
+
+def wrong_losses() -> Any:
+    """Collectives that bring nothing."""
+    from benchmarks import gpu_losses
+
+    def nothing(x: torch.Tensor, group: Any) -> torch.Tensor:
+        return torch.zeros_like(x)
+
+    with (
+        mock.patch("lightning_cp.loss.sequence.all_sum", nothing),
+        mock.patch.object(gpu_losses, "all_gather", lambda x, group: [nothing(x, group)]),
+    ):
+        return gpu_losses.loss_rows("cpu")
+
+
+def test_a_wrong_prediction_of_memory_fails() -> None:
+    from benchmarks.gpu_memory import MemoryRow
+
+    row = MemoryRow("ddp", "none", 512, 100, "backward", 100)
+    assert not row.failed
+    assert replace(row, predicted=120).failed
+    assert replace(row, predicted=0).failed
+
+
+def test_the_long_step_is_scaled_from_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import long_step
+
+    def row(sizes: Any, layers: int) -> Any:
+        return long_step.LayersRow(layers, 1.0 + 2.0 * layers, 100 + 10 * layers)
+
+    monkeypatch.setattr(long_step, "layers_row", row)
+    published, planner, scaled, *_ = long_step.long_rows(long_step.LongSizes())
+    assert scaled.seconds == 1.0 + 2.0 * 36
+    kinds = long_step.planned(long_step.LongSizes()).memory.by_kind
+    assert planner.bytes - scaled.bytes == kinds["activations"] - (100 + 10 * 36)
+    assert 250 < planner.seconds < published.seconds == 380.0
+    assert 50 < planner.bytes / long_step.GIB < 65
+
+
+def test_missing_kernels_are_named_in_the_verdict() -> None:
+    row = KernelRow("ours", "bfloat16", 128, 8, 8, "causal", 64, both_tflops=3.0)
+    told = gpu_sections.kernel_headline([row, replace(row, kernel="fa3", obstacle="not installed")])
+    assert "ours 3" in told
+    assert "missing: fa3 (not installed)" in told
 
 
 @pytest.mark.nightly
@@ -158,14 +311,27 @@ def test_training_that_differs_is_a_failure() -> None:
 
 
 def test_synchronisations_are_counted_by_place() -> None:
-    import warnings
-
     with gpu_training._synchronisations() as places:
         for _ in range(2):
             warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
     ((place, count),) = places.items()
     assert (count, "no file of ours" in place) == (2, True)
+
+
+def test_synchronisations_of_the_later_steps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rehearsal in which each change of the mode is a synchronisation."""
+    modes: list[str] = []
+
+    def set_mode(mode: str, device_type: str) -> None:
+        modes.append(mode)
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    monkeypatch.setattr(gpu_training, "_set_debug_mode", set_mode)
+    monkeypatch.setattr(gpu_training, "ENGINES", ("ddp",))
+    *_, every = gpu_training.synchronisation_rows(SMALL.job, "cpu")
+    assert modes == ["warn", "default"]
+    assert (every.place, every.per_step) == ("all", 2 / (gpu_training.STEPS - 2))
 
 
 def test_a_file_of_which_all_is_skipped_tests_nothing() -> None:

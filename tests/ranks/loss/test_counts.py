@@ -280,6 +280,18 @@ def negative(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor
     return cross_entropy(module, batch, logits)
 
 
+def not_a_number(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+    """On one rank only."""
+    weights = torch.full((2,), torch.nan if module.global_rank else 1.0)
+    module.count_targets(weights)
+    return cross_entropy(module, batch, logits)
+
+
+def less_than_nothing(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+    module.count_targets(-torch.ones(batch["labels"].shape))
+    return cross_entropy(module, batch, logits)
+
+
 def on_one_rank(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
     if module.global_rank:
         module.count_targets(7)
@@ -299,11 +311,20 @@ def test_a_rank_that_declares_alone_is_refused() -> None:
         (declared_otherwise, r"on rank 0, which is weighted by 7"),
         (declared_twice, "count_targets was called twice for one loss"),
         (negative, r"count_targets\(-1\) declares no number of targets"),
+        (less_than_nothing, r"count_targets\(a tensor\) declares no number of targets"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
 def test_declarations_that_cannot_be(way: Any, match: str) -> None:
     expect_on_every_rank(2, refused, {**RING, **OFF}, way, {}, error=ConfigError, match=match)
+
+
+def test_a_count_that_is_none_on_one_rank() -> None:
+    match = r"count_targets\(a tensor\) declares no number of targets"
+    settings = {**RING, **OFF}
+    expect_on_every_rank(
+        2, refused, settings, not_a_number, {}, error=LightningCPError, match=match
+    )
 
 
 # -- what is no mistake ---------------------------------------------------------------------------

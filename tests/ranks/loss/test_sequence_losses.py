@@ -256,6 +256,64 @@ def test_a_place_that_is_not_there(ranks: int, settings: Settings) -> None:
     )
 
 
+def at_padding(loop: Loop, batch: Batch) -> torch.Tensor:
+    """The second row has 20 tokens."""
+    return of_whole(loop, "sequence_pick", logps(loop, batch), torch.tensor([28, 20])).sum()
+
+
+def before_the_first(loop: Loop, batch: Batch) -> torch.Tensor:
+    return of_whole(loop, "sequence_pick", logps(loop, batch), -2).sum()
+
+
+def short_mask(loop: Loop, batch: Batch) -> torch.Tensor:
+    """As of shifted values."""
+    values = logps(loop, batch)
+    return of_whole(loop, "sequence_sum", values, torch.ones_like(values)[:, 1:]).sum()
+
+
+def whole_mask(loop: Loop, batch: Batch) -> torch.Tensor:
+    """The mask of the batch before it was sharded, on one rank."""
+    values = logps(loop, batch)
+    length = 29 if torch.distributed.get_rank() else values.shape[1]
+    return of_whole(loop, "sequence_mean", values, torch.ones(2, length)).sum()
+
+
+def too_few_places(loop: Loop, batch: Batch) -> torch.Tensor:
+    return of_whole(loop, "sequence_pick", logps(loop, batch), torch.tensor([1])).sum()
+
+
+def padded(rank: int, world_size: int, settings: Settings, way: Any) -> None:
+    loop = Loop(world_size, {**NONE, **settings})
+    before = weights(loop.model)
+    try:
+        ids = torch.randint(0, 48, (2, 29), generator=torch.Generator().manual_seed(1))
+        mask = (torch.arange(29) < torch.tensor([[29], [20]])).long()
+        loss = way(loop, loop.shard({"input_ids": ids, "attention_mask": mask}))
+        loop.fabric.backward(loss)
+        loop.optimizer.step()
+    finally:
+        loop.end()
+        assert torch.equal(weights(loop.model), before)
+
+
+@pytest.mark.quick("*-ring 2", "at_padding-*")
+@GRIDS
+@pytest.mark.parametrize(
+    ("way", "match"),
+    [
+        (at_padding, r"sequence_pick\(20\) is not a token of row 1, which has 20 without padding"),
+        (before_the_first, r"sequence_pick\(-2\) is not a token of row 0.*or -1 for the last"),
+        (short_mask, r"mask takes values .*this rank's tokens.*compare logits with"),
+        (whole_mask, r"mask takes values .*this rank's tokens.*got \(2, 29\)"),
+        (too_few_places, r"needs one index for each of 2 rows, got 1"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_bad_arguments(ranks: int, settings: Settings, way: Any, match: str) -> None:
+    options: dict[str, Any] = {"error": LightningCPError, "match": match}
+    expect_on_every_rank(ranks, padded, settings, way, **options)
+
+
 def test_targets_of_equal_weight_and_whole_rows_do_not_mix() -> None:
     match = "would be weighted by the tokens of its rows.*token_weighting='micro_batch'"
     settings = {**RING, "token_weighting": "global"}

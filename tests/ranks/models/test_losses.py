@@ -41,8 +41,8 @@ def other_router() -> Any:
     from transformers import MixtralForCausalLM
 
     class OtherRouter(MixtralForCausalLM):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            output = super().forward(*args, **kwargs)
+        def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+            output = super().forward(*args, labels=labels, **kwargs)
             at = 0 if isinstance(output, tuple) else "loss"
             changed = output[at] + 0.1 * self.lm_head.weight.square().mean()
             if isinstance(output, tuple):

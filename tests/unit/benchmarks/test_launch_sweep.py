@@ -61,6 +61,45 @@ def test_a_table_is_written_beside_what_was_there(
     assert written.keys() == before.keys()
 
 
+def test_a_table_of_one_head_dim_keeps_those_of_others(tmp_path: Path) -> None:
+    file = tmp_path / "blocks.json"
+    launch_sweep.write_table(CASE, file, (64,), seconds, target=90)
+    launch_sweep.write_table(CASE, file, (128,), seconds, target=90)
+    assert load(file)[Key(90, "half", 64)] == load(file)[Key(90, "half", 128)] == BEST
+
+
+def test_a_sweep_without_time_still_times_the_table_s_blocks() -> None:
+    sweep = launch_sweep.TimedSweep(seconds, seconds=0.0)
+    found = launch_sweep.swept(CASE, (64,), 90, sweep)
+    assert found[Key(90, "half", 64)] == configs_for(torch.bfloat16, 64, 90)
+    assert [(row.timed, row.left) for row in sweep.rows()] == [
+        (1, row.left) for row in sweep.rows()
+    ]
+    assert all(row.left >= len(launch_sweep.CANDIDATES) - 1 for row in sweep.rows())
+
+
+def test_rows_say_what_was_gained_and_what_does_not_run() -> None:
+    sweep = launch_sweep.TimedSweep(seconds)
+    launch_sweep.swept(CASE, (64,), 90, sweep)
+    forward, queries, keys = sweep.rows()
+    assert [row.best for row in (forward, queries, keys)] == list(BEST)
+    assert forward.best_ms == 1e3 * 65.0
+    assert queries.impossible > 0 == forward.impossible
+    assert not any(row.failed or row.left for row in (forward, queries, keys))
+    assert len(launch_sweep.launch_cells(forward)) == len(launch_sweep.LAUNCH_HEAD)
+
+
+def test_blocks_of_the_table_that_do_not_run_are_a_failure() -> None:
+    def not_first(case: AttentionCase, configs: BlockConfigs, kernel: str) -> float | None:
+        own = configs == configs_for(torch.bfloat16, 64, 90)
+        return None if own and kernel == "forward" else seconds(case, configs, kernel)
+
+    sweep = launch_sweep.TimedSweep(not_first)
+    launch_sweep.swept(CASE, (64,), 90, sweep)
+    assert [row.failed for row in sweep.rows()] == [True, False, False]
+    assert "does not run" in launch_sweep.launch_cells(sweep.rows()[0])
+
+
 def test_the_table_is_as_it_is_written(tmp_path: Path) -> None:
     save(load(TABLE), tmp_path / "blocks.json")
     assert (tmp_path / "blocks.json").read_text() == TABLE.read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -13,13 +14,15 @@ import torch
 
 from benchmarks import replay
 from benchmarks.no_comm import Arrivals, OneRank, one_rank
+from benchmarks.peers.common import of_documents
 from benchmarks.replay import ZigzagCalls
 from lightning_cp.bench.methods import AttentionCase, ContextParallelMethod
-from lightning_cp.kernels.aten import AtenCpuFlash
+from lightning_cp.kernels.aten import AtenCpuFlash, AtenCudaFlash
 from lightning_cp.kernels.protocol import Merged, Scores
 from lightning_cp.layout import Mask, SequenceLayout, Tile
 from tests.helpers import oracle
 from tests.helpers.attention.wire import Wire
+from tests.helpers.kernels.emulated import cuda_operators_on_cpu
 
 CASE = AttentionCase(96, 4, 4, 2, 8, dtype=torch.float32)
 KERNEL = AtenCpuFlash()
@@ -112,6 +115,60 @@ def test_the_other_package_s_calls_are_attention(ranks: int) -> None:
         torch.testing.assert_close(got.double(), getattr(want, name), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_other_package_s_packed_calls_are_attention(ranks: int) -> None:
+    """Of documents that divide into two chunks a rank, its varlen calls are exact."""
+    lengths = [2 * ranks * n for n in (1, 3, 2)]
+    ends = list(accumulate(lengths))
+    shape = (1, ends[-1], 4, 8)
+    torch.manual_seed(5)
+    q, dout = torch.randn(shape), torch.randn(shape)
+    k, v = (torch.randn(*shape[:2], 2, 8) for _ in range(2))
+    rows = [[(end - length, end) for end, length in zip(ends, lengths, strict=True)]]
+    want = oracle.attention(q, k, v, dout, causal=True, documents=rows)
+    held = [of_documents(lengths, ranks, rank, zigzag=True) for rank in range(ranks)]
+    local = tuple(length // ranks for length in lengths)
+    gradients = [(torch.zeros(1, sum(local), 2, 8), torch.zeros(1, sum(local), 2, 8)) for _ in held]
+    found = {name: torch.empty_like(x) for name, x in (("out", q), ("dq", q), ("dk", k), ("dv", v))}
+    own: list[Any] = []
+    scores = Scores(8**-0.5, Mask())
+    with cuda_operators_on_cpu():
+        for rank, at in enumerate(held):
+            calls = replay.PackedZigzagCalls(AtenCudaFlash(), scores, rank, ranks, local)
+
+            def keys(step: int, rank: int = rank) -> tuple[torch.Tensor, torch.Tensor]:
+                arrived = held[(rank - step) % ranks]
+                return k[:, arrived], v[:, arrived]
+
+            def came(step: int, rank: int = rank) -> tuple[torch.Tensor, torch.Tensor]:
+                return gradients[(rank - step) % ranks]
+
+            out, lse = calls.forward(q[:, at], keys)
+            merged = Merged(dout[:, at], out, lse)
+            found["out"][:, at] = out
+            dq, *dkv = calls.backward(merged, q[:, at], keys, came)
+            found["dq"][:, at] = dq
+            own.append(dkv)
+    for at, dkv, others in zip(held, own, gradients, strict=True):
+        found["dk"][:, at], found["dv"][:, at] = (a + b for a, b in zip(dkv, others, strict=True))
+    for name, got in found.items():
+        torch.testing.assert_close(got.double(), getattr(want, name), rtol=1e-4, atol=1e-5)
+
+
+def test_packed_rows_have_the_other_package_s_calls() -> None:
+    case = replace(CASE, packed=5)
+    with (
+        cuda_operators_on_cpu(),
+        mock.patch.object(AtenCudaFlash, "capabilities", AtenCpuFlash().capabilities),
+    ):
+        rows = list(
+            replay.packed_rows(case, "aten_cuda_flash", replay.Seconds(1.0, 1.0), repeats=1)
+        )
+    assert [row.calls for row in rows] == ["ours", "ring-flash-attention"]
+    assert all(row.rate.forward > 0 and row.rate.backward > 0 for row in rows)
+    assert rows[0].rate != rows[1].rate
+
+
 def test_the_heaviest_ranks_are_replayed() -> None:
     plan = ContextParallelMethod(1, 8, layout="contiguous").schedule(replace(CASE, ranks=8))
     assert set(replay.heaviest(plan)) >= {6, 7}
@@ -134,7 +191,7 @@ def test_two_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         "ring-flash-attention",
     ]
     rows = [row.strip("| ").split(" | ") for row in packed.splitlines()[2:]]
-    assert [row[1:5] for row in rows] == [["2", "2", "64", "4"], ["4", "3", "128", "8"]]
+    assert [row[2:6] for row in rows] == [["2", "2", "64", "4"], ["4", "3", "128", "8"]]
     assert len({*map(len, rows), len(replay.PACKED_HEAD)}) == 1
 
 

@@ -1,0 +1,157 @@
+"""Mistakes in values of whole rows: sums over ranks, padding, documents, heads, routers, and their checks.
+
+Left out because no gradient depends on them: with ``labels="none"`` any weights of ranks that add up to their
+number are exact.
+"""
+
+from __future__ import annotations
+
+from tests.nightly.mutants.mutant import Mutant
+
+SEQUENCE = "lightning_cp/loss/sequence.py"
+WEIGHTING = "lightning_cp/loss/weighting.py"
+COUNTS = "lightning_cp/loss/counts.py"
+POOLING = "lightning_cp/models/hf/pooling.py"
+ROUTER = "lightning_cp/models/hf/router_loss.py"
+STEP = "lightning_cp/runtime/step_context.py"
+
+VALUES = "tests/ranks/loss/test_sequence.py::test_"
+LOOPS = "tests/ranks/loss/test_sequence_losses.py::test_"
+HEADS = "tests/ranks/models/test_row_heads.py::test_a_head_takes_its_token_from_any_rank"
+ROUTERS = "tests/ranks/models/test_router_loss.py::test_it_is_one_process_s"
+ROWS = "tests/ranks/parity/test_row_losses.py::test_"
+
+LOSS_MUTANTS = (
+    Mutant(
+        "gradients of sums stay on their rank",
+        SEQUENCE,
+        "return all_sum(gradients[0].contiguous(), ctx.group), None",
+        "return gradients[0], None",
+        (f"{VALUES}values_and_gradients_equal_one_process",),
+        "Each rank's tokens learn by its own weight: with equal weights half of the gradient on two ranks.",
+    ),
+    Mutant(
+        "sums of a rank alone",
+        SEQUENCE,
+        "return all_sum(x.contiguous(), group)",
+        "return x.clone()",
+        (f"{VALUES}values_and_gradients_equal_one_process",),
+        "DPO of the parts of answers: a loss off by 1%, gradients by 51%.",
+    ),
+    Mutant(
+        "padding summed",
+        SEQUENCE,
+        "x = torch.where((self.owner >= 0).view(*self.owner.shape, *more), x, 0)",
+        "x = torch.where((self.owner >= -1).view(*self.owner.shape, *more), x, 0)",
+        (f"{VALUES}values_and_gradients_equal_one_process",),
+        "What a model says of padding counts for the last document of a pack, or for the row.",
+    ),
+    Mutant(
+        "documents of all rows are those of the first",
+        SEQUENCE,
+        "owner[row, inside] = at[inside] + len(lengths)",
+        "owner[row, inside] = at[inside]",
+        (f"{VALUES}values_and_gradients_equal_one_process",),
+        "Two answers in one number, in packed batches of several rows.",
+    ),
+    Mutant(
+        "means over a rank's own mask",
+        SEQUENCE,
+        "return _divide(whole[:, :-1].view_as(sums), whole[:, -1].detach()).to(x.dtype)",
+        "return _divide(whole[:, :-1].view_as(sums), counted.detach()).to(x.dtype)",
+        (f"{VALUES}values_and_gradients_equal_one_process",),
+        "Embeddings that are several times too long, by another factor on each rank.",
+    ),
+    Mutant(
+        "a token of every rank",
+        SEQUENCE,
+        "values = x.flatten(0, 1)[source.clamp(max=len(owner) - 1)].to(_wide(x))\n"
+        "        return PartialSums(torch.where(is_own, values, 0)",
+        "values = x.flatten(0, 1)[source.clamp(max=len(owner) - 1)].to(_wide(x))\n"
+        "        return PartialSums(torch.where(is_own, values, values)",
+        (f"{VALUES}values_and_gradients_equal_one_process",),
+        "A reward is the sum of the last token's, and of one of each other rank.",
+    ),
+    Mutant(
+        "rows of other data ranks without a gradient",
+        SEQUENCE,
+        "return torch.cat(all_gather(x, group))",
+        "own = group.rank()\n    every = enumerate(all_gather(x, group))\n"
+        "    return torch.cat([y if i == own else y.detach() for i, y in every])",
+        (f"{VALUES}a_loss_of_the_rows_of_all_data_ranks",),
+        "A contrastive loss that pulls a row to others, and not those to it.",
+    ),
+    Mutant(
+        "rows without a label count nothing",
+        WEIGHTING,
+        "elif not any(self._valid) and has_sequence_values(loss):",
+        "elif not any(self._valid) and not has_sequence_values(loss):",
+        (f"{LOOPS}in_a_batch_without_any_label",),
+        "A preference is not learned from batches whose labels are all -100.",
+    ),
+    Mutant(
+        "weights that add up to 1",
+        WEIGHTING,
+        "return valid[cp_rank] * len(valid) / total if total else 0.0",
+        "return valid[cp_rank] / total if total else 0.0",
+        (f"{LOOPS}beside_a_mean_over_labels",),
+        "Gradients are divided by the number of ranks once too often.",
+    ),
+    Mutant(
+        "noise of a rank alone",
+        STEP,
+        "return self.mesh.shard(whole, layout, dim=dim)",
+        "return draw(x)",
+        (f"{LOOPS}they_equal_one_process",),
+        "Ranks draw the same noise for other tokens: correlated, and not one process's.",
+    ),
+    Mutant(
+        "values of losses are not compared",
+        COUNTS,
+        "values.value = [norm_and_projection(whole)]",
+        "values.value = []",
+        (f"{LOOPS}losses_that_differ_between_ranks_are_refused",),
+        "Each rank trains on a loss of its own.",
+    ),
+    Mutant(
+        "means of losses are compared",
+        WEIGHTING,
+        "return loss if self._own is None else self._own\n\n    def global_loss",
+        "return loss\n\n    def global_loss",
+        (f"{ROWS}unequal_losses_are_refused_without_a_check",),
+        "In a Trainer the loss that is compared is the mean of ranks, which is equal on all of them.",
+    ),
+    Mutant(
+        "the last token of a rank",
+        POOLING,
+        "at = all_max(own, self._handle.mesh.group(Flat.CP))",
+        "at = own",
+        (HEADS,),
+        "A classifier takes one token on each rank, and adds their scores.",
+    ),
+    Mutant(
+        "padding that ranks added is a token",
+        POOLING,
+        "is_token = (ids != pad) & (positions < size)",
+        "is_token = ids == ids",
+        (HEADS,),
+        "A class by the last padding of a row.",
+    ),
+    Mutant(
+        "a router's balance of a rank",
+        ROUTER,
+        "finish).over(group)",
+        "finish).over(None)",
+        (ROUTERS,),
+        "Experts are balanced within each part of a sequence: another loss, and one that a rank lowers.",
+    ),
+    Mutant(
+        "a router's balance of padding",
+        ROUTER,
+        "weights = real.to(gate_logits[0].device).repeat(rows)",
+        "weights = torch.ones_like(real).to(gate_logits[0].device).repeat(rows)",
+        (ROUTERS,),
+        "Experts are balanced with tokens that one process does not have.",
+    ),
+)
+"""All seeded mutants of losses."""
