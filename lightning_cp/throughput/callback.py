@@ -20,9 +20,9 @@ from lightning_cp.utils.patching import PatchSet
 class ThroughputCallback(Callback):
     """Logs the throughput of training: every token counted once, however many ranks share it.
 
-    Loggers, and callbacks that monitor a value, are given ``throughput/`` and ``tokens_per_second``,
-    ``tokens_per_second_per_device``, ``seconds_per_step``, ``tflops_per_device``, ``mfu``, and of the run so
-    far, what it was resumed from included, ``tokens`` and ``model_flops``. Works with the context-parallel
+    Loggers and monitoring callbacks get ``throughput/`` and ``tokens_per_second``,
+    ``tokens_per_second_per_device``, ``seconds_per_step``, ``tflops_per_device``, ``mfu``, and the run's
+    ``tokens`` and ``model_flops`` so far, resumed parts included. It works with the context-parallel
     strategy, DDP and one device.
 
     Args:
@@ -30,9 +30,9 @@ class ThroughputCallback(Callback):
             on a GPU, wait for the device; the last one may be shorter.
         warmup_steps: first optimizer steps, of each ``fit``, that count in no rate.
         peak_flops: FLOP/s of one device, of which MFU is a share; ``None`` looks it up in Lightning's table.
-        active_parameters: parameters that multiply each token, where the model's are not counted right
+        active_parameters: parameters that multiply each token, if the model's cannot be counted
             (layers that are called twice, weights that are used by hand).
-        sequence_dims: as of ``UlyssesRingStrategy``, for batches with names of their own.
+        sequence_dims: as of ``UlyssesRingStrategy``, for batches with unusual names.
 
     Raises:
         ConfigError: a setting of another kind.
