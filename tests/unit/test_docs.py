@@ -1,4 +1,4 @@
-"""Docs: generated pages are current, links of texts at the root lead somewhere, and the site has every page."""
+"""Docs: generated pages are current, links lead somewhere, and the site has every page."""
 
 from __future__ import annotations
 
@@ -76,3 +76,14 @@ def test_the_site_loads_nothing_from_elsewhere() -> None:
     assert "extra_javascript" not in config
     assert "extra_css" not in config
     assert config["strict"]
+
+
+def test_tests_that_combinations_name_exist() -> None:
+    page = (DOCS / "reference/combinations.md").read_text()
+    file = Path()
+    named = re.findall(r"`([\w/]*test_\w+\.py)?(?:::(test_\w+))?`", page)
+    assert len(named) > 40
+    for path, test in named:
+        file = ROOT / "tests/ranks" / path if path else file
+        assert file.exists(), path
+        assert not test or f"def {test}(" in file.read_text(), f"{file.name}::{test}"
