@@ -15,7 +15,7 @@ DOCS = ROOT / "docs"
 GENERATOR: dict[str, Any] = runpy.run_path(str(DOCS / "generate_reference.py"))
 REFERENCE = ("errors.md", "messages.md", "cli.md")
 TEXTS = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
-LINK = re.compile(r"\]\((?![a-z]+:)([^)#\s]*)(?:#([^)\s]+))?\)")
+LINK = re.compile(r"(?<!\\)\]\((?![a-z]+:)([^)#\s]*)(?:#([^)\s]+))?\)")
 FENCED = re.compile(r"^(`{3,}).*?^\1", re.MULTILINE | re.DOTALL)
 
 
@@ -60,6 +60,10 @@ def test_links_lead_to_files_and_headings(path: Path) -> None:
 def anchors(page: Path) -> set[str]:
     titles = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 900
 
 
 def test_the_site_has_every_page() -> None:
