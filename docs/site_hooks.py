@@ -71,4 +71,5 @@ def page(path: Path) -> str:
     text = (ROOT / path).read_text()
     if path.suffix == ".md":
         return text
-    return f"# {path}\n\n````{LANGUAGES.get(path.suffix, "text")}\n{text}````\n"
+    language = LANGUAGES.get(path.suffix, "text")
+    return f"# {path}\n\n````{language}\n{text}````\n"
