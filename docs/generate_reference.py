@@ -110,7 +110,8 @@ def raised(source: str) -> Iterator[tuple[str, str]]:
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             constants[node.targets[0].id] = node.value
-    for node in ast.walk(tree):
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    for node in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
         match node:
             case ast.Call(func=ast.Name(id=name), args=[first, *_]) if name in CLASSES:
                 message = " ".join(text_of(first, constants).split())

@@ -1,6 +1,6 @@
-"""Pages of the site from files outside ``docs/``: examples, configs, and the texts at the root.
+"""Pages of the site from files outside ``docs/``: the texts at the root, and files that pages link to.
 
-A link from a page to such a file, such as ``../../examples/dpo.py``, leads to its page.
+A link to such a file, as ``../../examples/dpo.py``, leads to its page.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 TEXTS = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
-LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
+LINK = re.compile(r"(?<=[^\\]\]\()(?![a-z]+:|#)([^)#\s]+)")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "sh"}
 
 
@@ -22,7 +22,7 @@ def on_files(files: Any, config: Any) -> Any:
 
     for path in shown_files():
         new = File.generated(config, page_of(path), content=page(path))
-        if path.name not in TEXTS:
+        if str(path) not in TEXTS:
             new.inclusion = InclusionLevel.NOT_IN_NAV
         files.append(new)
     return files
@@ -50,9 +50,15 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
 
 
 def shown_files() -> list[Path]:
-    """Return the files, relative to the root."""
-    folders = [*ROOT.glob("examples/*.py"), *ROOT.glob("configs/**/*.yaml")]
-    return [Path(name) for name in TEXTS] + sorted(path.relative_to(ROOT) for path in folders)
+    """Return the files that pages link to, and the texts, relative to the root."""
+    pages = [*ROOT.glob("docs/**/*.md"), *(ROOT / name for name in TEXTS)]
+    targets = {
+        Path(os.path.normpath(page.parent / link))
+        for page in pages
+        for link in LINK.findall(page.read_text())
+    }
+    outside = {path for path in targets if path.is_file() and ROOT / "docs" not in path.parents}
+    return sorted(path.relative_to(ROOT) for path in {*outside, *pages[-len(TEXTS) :]})
 
 
 def page_of(path: Path) -> str:
@@ -65,4 +71,5 @@ def page(path: Path) -> str:
     text = (ROOT / path).read_text()
     if path.suffix == ".md":
         return text
-    return f"# {path}\n\n````{LANGUAGES[path.suffix]}\n{text}````\n"
+    language = LANGUAGES.get(path.suffix, "text")
+    return f"# {path}\n\n````{language}\n{text}````\n"

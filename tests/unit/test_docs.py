@@ -1,4 +1,4 @@
-"""Docs: generated pages are current, links of texts at the root exist, and the site has every page."""
+"""Docs: generated pages are current, links lead somewhere, and the site has every page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DOCS = ROOT / "docs"
 GENERATOR: dict[str, Any] = runpy.run_path(str(DOCS / "generate_reference.py"))
 REFERENCE = ("errors.md", "messages.md", "cli.md")
 TEXTS = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
-LINK = re.compile(r"\]\((?![a-z]+:)([^)#\s]*)(?:#([^)\s]+))?\)")
+LINK = re.compile(r"(?<!\\)\]\((?![a-z]+:)([^)#\s]*)(?:#([^)\s]+))?\)")
 FENCED = re.compile(r"^(`{3,}).*?^\1", re.MULTILINE | re.DOTALL)
 
 
@@ -62,6 +62,10 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
 def test_the_site_has_every_page() -> None:
     text = (ROOT / "mkdocs.yml").read_text()
     listed = set(re.findall(r"[\w./-]+\.md", yaml.dump(yaml.safe_load(text)["nav"])))
@@ -76,3 +80,14 @@ def test_the_site_loads_nothing_from_elsewhere() -> None:
     assert "extra_javascript" not in config
     assert "extra_css" not in config
     assert config["strict"]
+
+
+def test_tests_that_combinations_name_exist() -> None:
+    page = (DOCS / "reference/combinations.md").read_text()
+    file = Path()
+    named = re.findall(r"`([\w/]*test_\w+\.py)?(?:::(test_\w+))?`", page)
+    assert len(named) > 40
+    for path, test in named:
+        file = ROOT / "tests/ranks" / path if path else file
+        assert file.exists(), path
+        assert not test or f"def {test}(" in file.read_text(), f"{file.name}::{test}"
