@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -186,6 +187,14 @@ def test_only_the_first_process_of_torchrun_starts_ranks(monkeypatch: pytest.Mon
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(command, "torchrun_rank", lambda: gpu_rank(own))
     assert command.main([]) == 0
+
+
+def test_ranks_do_not_meet_at_torchrun_s_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "1")
+    command._forget_torchrun()
+    assert gpu_rank(dict(os.environ)) is None
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
 
 
 def gpu_rank(own: dict[str, str]) -> Any:
