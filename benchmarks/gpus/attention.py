@@ -144,11 +144,11 @@ def oracle_line(grid: Grid, place: Place) -> str:
             sleeps = Sleeps(before, parity, place.device_type)
             with sleeps.around(kernel):
                 shards = _attend(problem, grid, mesh, kernel, place)
+            worst = max(worst, _error(problem, grid, kernel, shards))
             is_dense = problem.shape.documents is None  # documents may lie within one rank
             if is_dense and sleeps.is_mine and not sleeps.count:
                 raise WrongResultError(f"no sleep before {before} in {problem} with {kernel}")
             slept += sleeps.count
-            worst = max(worst, _error(problem, grid, kernel, shards))
     finally:
         mesh.destroy()
     return (

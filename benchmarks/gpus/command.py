@@ -35,6 +35,7 @@ from lightning_cp.bench.processes import (
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.devices import has_nvidia_gpu
 from lightning_cp.utils.command_help import argument_parser
+from tests.helpers.launch.start import environment, torchrun_variables
 
 PACKAGES = ("pytest", "lightning", "torchmetrics", "transformers")
 LINE_SECONDS = {"cuda": 180.0, "cpu": 240.0}
@@ -111,7 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(FAILED))  # ranks are ended on the way out
     given.folder.mkdir(parents=True, exist_ok=True)
     place = Place("cpu" if rehearses else "cuda", count, given.folder.absolute())
-    report = Report(given.folder, {**facts_of(place.device_type), "ranks": str(count)})
+    facts = {**facts_of(place.device_type), "ranks": str(count)}
+    del facts["extent"]  # of a check of one GPU
+    report = Report(given.folder, facts)
     began = time.monotonic()
     for verdict in verdicts(chosen, place):
         report.add(verdict)
@@ -213,8 +216,6 @@ class Ranks:
         self._index = 0
 
     def __enter__(self) -> Ranks:
-        from tests.helpers.launch.start import environment, torchrun_variables
-
         self._answers = self._place.folder / f"ranks-{time.monotonic_ns()}"
         self._answers.mkdir()
         (self._answers / "lines.json").write_text(json.dumps([line.name for line in self._lines]))
@@ -265,7 +266,7 @@ class Ranks:
             time.sleep(0.05)
         seconds = time.monotonic() - began
         if not limit and not failed:
-            return Verdict(line.name, True, answers[0]["what"], seconds)
+            return Verdict(line.name, True, str(answers[0]["what"]), seconds)
         told = [
             f"rank {rank}: {each['what']}" for rank, each in answers.items() if not each["passed"]
         ]

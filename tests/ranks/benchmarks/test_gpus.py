@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -49,16 +50,21 @@ def nothing_adds_up() -> Iterator[None]:
 
 
 @contextmanager
-def another_step_is_saved() -> Iterator[None]:
-    """The checkpoint is that of a later step than the resumed run is compared from."""
+def other_weights_are_saved() -> Iterator[None]:
+    """The checkpoint has other weights than the run that goes on."""
 
-    def late(self: Any, trainer: Any, *_: object, **__: object) -> None:
-        if trainer.global_step == training.SAVED_AFTER:
-            for parameter in trainer.lightning_module.parameters():
-                parameter.data.mul_(1.001)
-            trainer.save_checkpoint(self.path)
+    def save(self: Any, trainer: Any, *_: object, **__: object) -> None:
+        if trainer.global_step != training.SAVED_AFTER:
+            return
+        parameters = [p.detach() for p in trainer.lightning_module.parameters()]
+        before = [p.clone() for p in parameters]
+        for p in parameters:
+            p.mul_(1.001)
+        trainer.save_checkpoint(self.path)
+        for p, own in zip(parameters, before, strict=True):
+            p.copy_(own)
 
-    with mock.patch.object(training._Save, "on_train_batch_end", late):
+    with mock.patch.object(training._Save, "on_train_batch_end", save):
         yield
 
 
@@ -113,7 +119,7 @@ WRONG: dict[str, tuple[Callable[[], AbstractContextManager[None]], str]] = {
     "oracle, ring 2 zigzag": (nothing_arrives, "out of .* is off by"),
     "mesh twice, data 1 x ring 1 x ulysses 1 x tp 2": (nothing_adds_up, "adds up"),
     TRAIN: (nothing_arrives, "a loss is off by"),
-    SAVE: (another_step_is_saved, "after the resume is off by"),
+    SAVE: (other_weights_are_saved, "after the resume is off by"),
     "exposed communication, ulysses": (a_mode_has_an_obstacle, "not measured: fails: no memory"),
 }
 
@@ -181,6 +187,14 @@ def test_only_the_first_process_of_torchrun_starts_ranks(monkeypatch: pytest.Mon
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(command, "torchrun_rank", lambda: gpu_rank(own))
     assert command.main([]) == 0
+
+
+def test_ranks_do_not_meet_at_torchrun_s_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "1")
+    command._forget_torchrun()
+    assert gpu_rank(dict(os.environ)) is None
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
 
 
 def gpu_rank(own: dict[str, str]) -> Any:
