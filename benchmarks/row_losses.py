@@ -1,4 +1,5 @@
-"""Weights after five batches of the examples of losses, of several ranks against one process: with and without.
+"""Weights after five batches of the examples of losses: several ranks against one process, with and without.
+
 
     python -m benchmarks.row_losses
 
