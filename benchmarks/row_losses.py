@@ -1,6 +1,5 @@
 """Weights after five batches of the examples of losses: several ranks against one process, with and without.
 
-
     python -m benchmarks.row_losses
 
 Errors are norms of the difference of trained weights to those of one process, over the norm of what that one
