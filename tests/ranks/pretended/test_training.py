@@ -59,7 +59,9 @@ MORE = {
 }
 
 
-@pytest.mark.quick("whole rows", "muon with QK-clip", "activation offload", "validation and predict")
+@pytest.mark.quick(
+    "whole rows", "muon with QK-clip", "activation offload", "validation and predict"
+)
 @pytest.mark.parametrize("name", MORE)
 def test_features_are_those_of_one_cpu(name: str) -> None:
     compare(MORE[name])
