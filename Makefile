@@ -7,13 +7,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraint
 STAMPS := $(VENV)/stamps
 ARGS ?=
 
-.PHONY: help train test test-all test-litgpt litgpt-table test-oldest gpu-check lint docs clean
+.PHONY: help train test test-all test-litgpt litgpt-table test-trl test-oldest gpu-check lint docs clean
 
 help:
 	@echo "make train      create $(VENV) if needed, then train the main job (ARGS=... for overrides)"
 	@echo "make test       create $(VENV) if needed, then run the tests of every change (tests/unit and tests/ranks)"
 	@echo "make test-all   the nightly tests as well: full matrices, mutants, sweeps of models (hours)"
 	@echo "make test-litgpt  the tests of LitGPT's models, in an environment beside $(VENV); make litgpt-table: their errors"
+	@echo "make test-trl   losses of the examples against TRL's own, in an environment beside $(VENV)"
 	@echo "make test-oldest  the tests with the oldest versions that are allowed, in an environment beside $(VENV)"
 	@echo "make gpu-check  tests and figures of one NVIDIA GPU (nothing is installed); of several: docs/gpu.md"
 	@echo "make lint       ruff, pyright, import-linter, codespell"
@@ -53,6 +54,18 @@ $(LITGPT)/stamp: $(STAMPS)/dev
 	$(BIN)/python -m pip --disable-pip-version-check --python $(LITGPT)/bin/python install -q $(OLDER)
 	@touch $@
 
+TRL := $(VENV)-trl
+
+test-trl: $(TRL)/stamp
+	$(TRL)/bin/python -m pytest tests/unit/loss/test_trl.py
+
+$(TRL)/stamp: $(STAMPS)/dev
+	$(BIN)/python -m venv --clear --without-pip $(TRL)
+	packages=$$($(BIN)/python $(PACKAGES)) \
+	  && echo "import site; site.addsitedir('$$packages')" > $$($(TRL)/bin/python $(PACKAGES))/beside.pth
+	$(BIN)/python -m pip --disable-pip-version-check --python $(TRL)/bin/python install -q trl==1.16.0 accelerate==1.15.0
+	@touch $@
+
 OLDEST := $(VENV)-oldest
 
 # On CPU. A CUDA build that has once asked the driver for GPUs, as there are none, could not be forked any more.
@@ -84,7 +97,7 @@ docs: $(STAMPS)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 clean:
-	rm -rf $(VENV) $(LITGPT) $(OLDEST) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(LITGPT) $(TRL) $(OLDEST) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # The stamps keep the second run quick: pip runs again only when what it reads has changed.
 $(STAMPS)/train: $(STAMPS)/venv pyproject.toml constraints.txt

@@ -22,7 +22,7 @@ from lightning_cp.comm.reduce import all_sum
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.utils.autograd_notes import Origin, note_origin
-from lightning_cp.utils.tensors import to_list
+from lightning_cp.utils.tensors import to_device, to_list
 
 Index = int | Sequence[int] | torch.Tensor
 """A place in each sequence: one number for all, or one for each."""
@@ -109,7 +109,8 @@ class SequenceTokens:
                 (before[positions] - before[spans[at, 0]])[inside] if len(spans) else 0
             )
             lengths += (before[spans[:, 1]] - before[spans[:, 0]]).tolist()
-        own, places = (torch.as_tensor(x, device=device) for x in (owner, place))
+        where = torch.device(device)
+        own, places = (to_device(torch.from_numpy(x), where) for x in (owner, place))
         return cls(own, places, tuple(lengths), is_packed)
 
     @classmethod
@@ -143,7 +144,7 @@ class SequenceTokens:
         self._check_shape("sequence_mean", x)
         sums = self._local_sums(x, mask)
         if mask is None:
-            counts = torch.tensor(self.lengths, dtype=sums.dtype, device=x.device)
+            counts = to_device(torch.tensor(self.lengths, dtype=sums.dtype), x.device)
             return PartialSums(sums, lambda whole: _divide(whole, counts).to(x.dtype))
         counted = self._local_sums(mask.detach().to(sums.dtype), None)
         joined = torch.cat([sums.reshape(self.count, -1), counted[:, None]], dim=1)
@@ -166,7 +167,7 @@ class SequenceTokens:
             ShapeError: values of other tokens, or another number of places.
         """
         self._check_shape("sequence_pick", x)
-        wanted = torch.tensor(self._places(index), device=x.device)
+        wanted = to_device(torch.tensor(self._places(index)), x.device)
         owner, place = self.owner.flatten(), self.place.flatten()
         hit = (owner >= 0) & (place == wanted[owner.clamp(min=0)])
         # The local token of each sequence; the number of tokens where another rank has it.

@@ -21,6 +21,7 @@ from lightning_cp.layout.axes import Flat
 from lightning_cp.loss.sequence import pick_positions
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.utils.patching import add_hook
+from lightning_cp.utils.tensors import to_device
 from lightning_cp.utils.tracing import exclude_from_compile
 
 _OTHER_POOLING = re.compile(r"\.(mean|sum|amax|max|gather)\(")
@@ -144,7 +145,8 @@ class RowHead:
         """Return the positions [L] of this rank's tokens, and the length of the sequence."""
         assert self._handle.state is not None
         layout = self._handle.state.layout
-        return layout.positions(self._handle.mesh.cp_rank).to(device), layout.seq_len
+        positions = layout.positions(self._handle.mesh.cp_rank)
+        return to_device(positions, device), layout.seq_len
 
 
 def _source(module: Any) -> str:

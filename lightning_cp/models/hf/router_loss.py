@@ -19,6 +19,7 @@ from lightning_cp.layout.axes import Flat
 from lightning_cp.loss.sequence import PartialSums
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.utils.patching import ChainedPatch, ReplacedFunction
+from lightning_cp.utils.tensors import to_device
 from lightning_cp.utils.tracing import exclude_from_compile
 
 _NAME = "load_balancing_loss_func"
@@ -104,9 +105,9 @@ def _replacement(home: Any, handle: SwapHandle) -> ReplacedFunction:
         real = layout.positions(handle.mesh.cp_rank) < layout.seq_len
         if attention_mask is None:
             rows = len(gate_logits[0]) // len(real)
-            weights = real.to(gate_logits[0].device).repeat(rows)
+            weights = to_device(real, gate_logits[0].device).repeat(rows)
         else:
-            weights = (attention_mask * real.to(attention_mask.device)).flatten()
+            weights = (attention_mask * to_device(real, attention_mask.device)).flatten()
         loss = load_balancing_loss(gate_logits, num_experts, top_k, weights, group)
         handle.router_loss = loss.detach()
         return loss

@@ -15,10 +15,12 @@ from unittest import mock
 
 import lightning.pytorch as pl
 import torch
+import torch.nn.functional as F
 from lightning.fabric import Fabric
 from lightning.pytorch.accelerators import Accelerator
 from torch import nn
 
+from lightning_cp import ContextParallelMixin
 from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
 from lightning_cp.optim import Muon, QKClip
 from tests.helpers.kernels.emulated import cuda_operators_on_cpu
@@ -55,6 +57,8 @@ class Cell:
     optimizer: str = "sgd"
     model: str = "plain"
     """Or ``hf``: transformers' Llama, which gets the labels and computes the loss."""
+    rows: bool = False
+    """The loss has terms of whole rows beside its mean over labels."""
     flash: bool = False
     stages: bool = False
     """Validate while training; predict after it."""
@@ -109,6 +113,7 @@ class Cell:
             driver=self.driver,
             optimizer=self.optimizer,
             model=self.model,
+            rows=self.rows,
             stages=self.stages,
             accumulate=self.accumulate * self.data,
         )
@@ -183,7 +188,7 @@ def execute(rank: int, world_size: int, cell: Cell) -> Outcome:
     return outcome
 
 
-class Module(Small):
+class Module(ContextParallelMixin, Small):
     """Two layers; documents by a mask in one process, by the strategy where ranks share a sample."""
 
     def __init__(self, cell: Cell) -> None:
@@ -209,10 +214,17 @@ class Module(Small):
     def loss(self, batch: Any) -> torch.Tensor:
         """The mean over targets."""
         if self.cell.model == "plain":
-            return super().loss(batch)
+            return super().loss(batch) + (self.of_rows(batch) if self.cell.rows else 0)
         packed = self.cell.sequences == "packed"
         names = ("input_ids", "labels", *(["position_ids"] if packed else []))
         return self.model(**{name: batch[name] for name in names}).loss
+
+    def of_rows(self, batch: Any) -> torch.Tensor:
+        """A sum, a mean and a pick, of two rows."""
+        x = self.logits(batch)
+        sums = self.sequence_sum(x.logsumexp(-1), batch["input_ids"] % 2 == 0)
+        means, last = self.sequence_mean(x.tanh()), self.sequence_pick(x, -1)
+        return F.softplus(sums[0] - sums[1]) + (means * last).square().mean()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = self.loss(batch)

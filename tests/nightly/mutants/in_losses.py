@@ -148,8 +148,8 @@ LOSS_MUTANTS = (
     Mutant(
         "a router's balance of padding",
         ROUTER,
-        "weights = real.to(gate_logits[0].device).repeat(rows)",
-        "weights = torch.ones_like(real).to(gate_logits[0].device).repeat(rows)",
+        "weights = to_device(real, gate_logits[0].device).repeat(rows)",
+        "weights = to_device(torch.ones_like(real), gate_logits[0].device).repeat(rows)",
         (ROUTERS,),
         "Experts are balanced with tokens that one process does not have.",
     ),

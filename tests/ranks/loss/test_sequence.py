@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from lightning_cp.layout import Documents, SequenceLayout
 from lightning_cp.layout.axes import Flat
 from lightning_cp.loss.sequence import SequenceTokens, gather_rows
 from lightning_cp.mesh import ContextParallelMesh
+from tests.helpers.attention.late_delivery import LateDelivery
 from tests.helpers.pool import expect_on_every_rank, run_ranks
 
 ROWS, LENGTH = 2, 37
@@ -134,6 +136,26 @@ def messages(rank: int, world_size: int) -> None:
 
 def test_messages() -> None:
     run_ranks(2, messages)
+
+
+def come_late(rank: int, world_size: int) -> None:
+    """All that is sent is waited for, before it is read and before its memory is used again."""
+    late, values = LateDelivery(), []
+    for delay in (late.delaying(), nullcontext()):
+        with delay:
+            values.append(
+                (
+                    on_ranks(rank, world_size, 2, 1, "zigzag", "packed", (1, 1)),
+                    of_all_rows(rank, world_size, 1, 2),
+                )
+            )
+    (sums, rows), (want_sums, want_rows) = values
+    for got, want in zip((*sums, *rows), (*want_sums, *want_rows), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_results_do_not_depend_on_when_data_arrives() -> None:
+    run_ranks(2, come_late)
 
 
 def second_derivative(rank: int, world_size: int) -> None:

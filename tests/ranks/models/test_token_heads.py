@@ -105,7 +105,8 @@ def embedded(rank: int, world_size: int, settings: Settings | None, pooling: str
     """Each of four rows against all others, which two data ranks have."""
     fabric = fabric_of(world_size, None if settings is None else {"labels": "none", **settings})
     strategy = fabric.strategy
-    made = make("BertModel", Case(), add_pooling_layer=False, **ENCODER).double()
+    made = make("BertModel", Case(), **ENCODER).double()
+    made.pooler = None
     model, optimizer = fabric.setup(made, torch.optim.SGD(made.parameters(), lr=0.1))
     data, at = (1, 0) if settings is None else (strategy.data_parallel_size, strategy.data_rank)
     losses: list[torch.Tensor] = []

@@ -52,12 +52,16 @@ MORE = {
     "parity check, fsdp": Cell("fsdp", "hybrid", more=(("parity_check", "first_batch"),)),
     "accumulation": Cell("zero1", accumulate=2),
     "accumulation, tokens weighted globally": Cell("ddp", more=(("token_weighting", "global"),)),
+    "whole rows": Cell("ddp", "ulysses", rows=True),
+    "whole rows, fsdp": Cell("fsdp", "hybrid", rows=True),
     "operators of CUDA": Cell("ddp", flash=True),
     "operators of CUDA, packed": Cell("fsdp", "hybrid", "packed", flash=True),
 }
 
 
-@pytest.mark.quick("muon with QK-clip", "activation offload", "validation and predict")
+@pytest.mark.quick(
+    "whole rows", "muon with QK-clip", "activation offload", "validation and predict"
+)
 @pytest.mark.parametrize("name", MORE)
 def test_features_are_those_of_one_cpu(name: str) -> None:
     compare(MORE[name])

@@ -22,6 +22,8 @@ OF_STEP = {"consistency/finite.py": 1}
 """The vote before the optimizer step."""
 OF_LOG = {"logging/reduce.py": 1}
 """Of the first batches, whose logged values are compared with the losses."""
+OF_ROWS = {"loss/counts.py": 1}
+"""Norms that ranks compare in the same vote, once it has waited."""
 OF_CLIP = {"engines/gradients.py": 1}
 OF_DDP_CLIP = {"engines/ddp.py": 2}
 """Fabric's clipping raises for a norm that is not finite; PyTorch's reads two flags for that."""
@@ -38,6 +40,10 @@ CELLS: dict[str, tuple[Cell, dict[str, int]]] = {
     "trainer": (Cell("ddp", flash=True), {**OF_STEP, **OF_LOG}),
     "trainer, later": (Cell("fsdp", "ulysses", flash=True, value_looks=1), OF_STEP),
     "trainer, packed": (Cell("fsdp", "hybrid", "packed", flash=True), {**OF_STEP, **OF_LOG}),
+    "trainer, whole rows": (
+        Cell("ddp", "ulysses", rows=True, value_looks=1),
+        {**OF_STEP, **OF_ROWS},
+    ),
     "transformers": (Cell("ddp", model="hf", value_looks=1), OF_STEP),
     "transformers, packed": (
         Cell("fsdp", "hybrid", "packed", model="hf", value_looks=1),
@@ -60,7 +66,7 @@ def waits_by_file(outcome: Outcome, phase: str) -> dict[str, int]:
     return dict(found)
 
 
-@pytest.mark.quick("trainer", "trainer, later", "transformers")
+@pytest.mark.quick("trainer", "trainer, later", "trainer, whole rows", "transformers")
 @pytest.mark.parametrize("name", CELLS)
 def test_waits_of_a_micro_batch(name: str) -> None:
     cell, wanted = CELLS[name]
