@@ -51,7 +51,7 @@ class HostCopy(NamedTuple):
     place: int
 
 
-class Transfer(NamedTuple):
+class HostTransfer(NamedTuple):
     """A device tensor of a copy between device and host that may not have ended."""
 
     tensor: torch.Tensor
@@ -85,10 +85,10 @@ class HostMemory(DeviceStore):
         self._streams: dict[torch.device, Any] = {}
         self._open: HostBlock | None = None
         """The block in forward."""
-        self._leaving: list[Transfer] = []
+        self._leaving: list[HostTransfer] = []
         """Its tensors on the device."""
         self._last: weakref.ref[HostBlock] | None = None
-        self._arriving: list[tuple[HostBlock, dict[int, Transfer]]] = []
+        self._arriving: list[tuple[HostBlock, dict[int, HostTransfer]]] = []
         """The block in backward and the one before it, with their tensors that were not used yet."""
 
     @contextmanager
@@ -125,7 +125,7 @@ class HostMemory(DeviceStore):
             _wait(transfers.values())
         self._arriving = []
 
-    def _fetch(self, kept: HostCopy) -> Transfer:
+    def _fetch(self, kept: HostCopy) -> HostTransfer:
         """Return the copy of a tensor, which has begun; begin those of the block before."""
         if torch._C._current_graph_task_id() == -1:  # pyright: ignore[reportPrivateUsage]
             return self._copy_back(*kept.block.copies[kept.place])  # no backward, so no order
@@ -147,14 +147,14 @@ class HostMemory(DeviceStore):
             # A backward that ends elsewhere than in the first block leaves tensors that nobody uses.
             Variable._execution_engine.queue_callback(self.release)  # pyright: ignore[reportPrivateUsage]
 
-    def _start(self, block: HostBlock) -> tuple[HostBlock, dict[int, Transfer]]:
+    def _start(self, block: HostBlock) -> tuple[HostBlock, dict[int, HostTransfer]]:
         return block, {at: self._copy_back(*copy) for at, copy in enumerate(block.copies)}
 
-    def _copy_back(self, host: torch.Tensor, device: torch.device) -> Transfer:
+    def _copy_back(self, host: torch.Tensor, device: torch.device) -> HostTransfer:
         x = torch.empty_like(host, device=device)
         return self._copy(x, host, x)
 
-    def _copy(self, into: torch.Tensor, source: torch.Tensor, x: torch.Tensor) -> Transfer:
+    def _copy(self, into: torch.Tensor, source: torch.Tensor, x: torch.Tensor) -> HostTransfer:
         """Begin a copy once all that computes now has ended; ``x`` is the one of both on the device."""
         device = torch.get_device_module(x.device)
         if x.device not in self._streams:
@@ -163,10 +163,10 @@ class HostMemory(DeviceStore):
         stream.wait_stream(computing)  # which made x, or has used its memory before
         with device.stream(stream):
             into.copy_(source, non_blocking=True)
-        return Transfer(x, stream.record_event(), computing)
+        return HostTransfer(x, stream.record_event(), computing)
 
 
-def _wait(transfers: Iterable[Transfer]) -> None:
+def _wait(transfers: Iterable[HostTransfer]) -> None:
     for transfer in transfers:
         transfer.wait()
 
