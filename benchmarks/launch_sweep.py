@@ -149,6 +149,8 @@ def swept(case: AttentionCase, head_dims: Sequence[int], target: int, seconds: M
         for kernel in BlockConfigs._fields:
             before = getattr(configs, kernel)
             candidates = [before, *(one for one in CANDIDATES if one != before)]
+            if kernel == "keys" and target == 100 and head_dim > 128:
+                candidates += [one._replace(launches=2) for one in CANDIDATES]
             best = fastest(
                 candidates,
                 lambda one, kernel=kernel, configs=configs, case=of_dim: seconds(

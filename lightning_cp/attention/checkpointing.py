@@ -9,7 +9,7 @@ per call, batch row and rank, and ``4 * L * H`` more each for a requested lse an
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import Any
@@ -33,6 +33,13 @@ class DeviceStore:
     def get(self, kept: Any) -> torch.Tensor:
         """Return the tensor of a handle."""
         return kept
+
+    def block(self) -> AbstractContextManager[None]:
+        """Return the context of a block's forward: what is stored in it is needed at the same time."""
+        return nullcontext()
+
+    def release(self) -> None:
+        """Release the device memory that the store itself holds; handles stay valid."""
 
 
 class Stash:

@@ -32,6 +32,7 @@ from lightning_cp.checkpoint.manifest import (
     sha256_of,
 )
 from lightning_cp.checkpoint.objects import SAFE, WithObjects
+from lightning_cp.checkpoint.pinned import PinnedBuffer
 from lightning_cp.checkpoint.tensors import assemble
 from lightning_cp.checkpoint.tree import Place, map_leaves
 from lightning_cp.comm.consensus import World
@@ -231,6 +232,7 @@ class GatheredTensors:
 
     def __init__(self, *, keeps: bool) -> None:
         self._tensors: dict[Place, torch.Tensor] = {}
+        self._buffer = PinnedBuffer()
         self._keeps, self._error = keeps, None
 
     def add(self, place: Place, tensor: torch.Tensor) -> None:
@@ -238,7 +240,7 @@ class GatheredTensors:
         if not self._keeps or self._error is not None:
             return
         try:
-            self._tensors[place] = tensor.cpu()
+            self._tensors[place] = self._buffer.copy(tensor)
         except Exception as error:
             self._tensors.clear()
             self._error = error
@@ -252,14 +254,13 @@ class GatheredTensors:
         if self._error is not None:
             raise self._error
         return map_leaves(
-            tree, lambda at, x: self._tensors[at] if at in self._tensors else _compact(x)
+            tree, lambda at, x: self._tensors[at] if at in self._tensors else self._compact(x)
         )
 
-
-def _compact(x: torch.Tensor) -> torch.Tensor:
-    """The tensor on the CPU without the rest of its storage, which would be written too."""
-    x = x.detach().cpu()
-    return x.clone() if x.untyped_storage().nbytes() > x.numel() * x.element_size() else x
+    def _compact(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor on the CPU without the rest of its storage, which would be written too."""
+        x = self._buffer.copy(x)
+        return x.clone() if x.untyped_storage().nbytes() > x.numel() * x.element_size() else x
 
 
 NOTES_KEY = "lightning_cp"

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ from lightning_cp.checkpoint.atomic import (
     write_note,
 )
 from lightning_cp.checkpoint.manifest import NAME, FileEntry, Manifest, SaveInfo, sha256_of
+from lightning_cp.checkpoint.pinned import PinnedBuffer
 from lightning_cp.checkpoint.pretrained.files import DTYPE_NAMES, TensorSpec, header_bytes
 from lightning_cp.checkpoint.tensors import Chunk, StoredTensor
 from lightning_cp.checkpoint.tree import Place, dtype_named, encode, unique_name
@@ -107,12 +108,13 @@ def write_shard(
     )  # aligned for every dtype
     header = _header(ordered, metadata)
     digest, written, at = hashlib.sha256(), [], len(header)
+    buffer = PinnedBuffer()
     with path.open("xb") as file:
         for part in pieces(memoryview(header)):
             file.write(part)
             digest.update(part)
         for block in ordered:
-            for part in pieces(_bytes_of(block.data)):
+            for part in chain.from_iterable(map(pieces, buffer.values(block.data))):
                 file.write(part)
                 digest.update(part)
             written.append(_place(block, path.name, at))
@@ -164,11 +166,6 @@ def _place(block: Block, file: str, at: int) -> BlockLocation:
     return BlockLocation(
         block.key, dtype, block.shape, block.offsets, tuple(block.data.shape), file, at
     )
-
-
-def _bytes_of(x: torch.Tensor) -> memoryview:
-    flat = x.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
-    return flat.numpy().data
 
 
 # ``index.json`` of a sharded checkpoint: the dtype, shape and block locations of every tensor.
@@ -321,9 +318,13 @@ class ShardedSave:
 
     def copy(self) -> None:
         """Copy the current values; a shard may share memory with the weights in training."""
+        buffer = PinnedBuffer()
         for at, block in enumerate(self.blocks):
-            data = torch.empty(block.data.shape, dtype=block.data.dtype, device="cpu")
-            data.copy_(block.data)
+            data = block.data
+            if data.device.type == "cpu":
+                data = data.clone(memory_format=torch.contiguous_format)
+            else:
+                data = buffer.copy(data)
             self.blocks[at] = Block(block.key, block.shape, block.offsets, data)
 
     def write(self) -> RankPart:

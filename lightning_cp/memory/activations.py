@@ -7,14 +7,16 @@ gradients) is not repeated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils.checkpoint import checkpoint
@@ -28,17 +30,51 @@ _CACHES: dict[str, Any] = {"past_key_values": None, "layer_past": None, "use_cac
 """Cache arguments of Hugging Face blocks: a block that runs again would fill a cache twice."""
 
 
-@dataclass(frozen=True)
-class HostCopy:
-    """A tensor in pinned host memory, and the event of its complete copy."""
+class HostBlock:
+    """Tensors that one block's forward has stored in host memory, in their order."""
 
-    host: torch.Tensor
-    device: torch.device
-    copied: Any
+    def __init__(self, before: HostBlock | None) -> None:
+        self._before = weakref.ref(before) if before is not None else None
+        self.copies: list[tuple[torch.Tensor, torch.device]] = []
+        """Pinned memory, and the device of its source."""
+
+    @property
+    def before(self) -> HostBlock | None:
+        """The block of the forward before this one, if a graph still has it."""
+        return self._before() if self._before is not None else None
+
+
+class HostCopy(NamedTuple):
+    """Handle of a tensor in host memory; its block does not refer to it, so that both end with the graph."""
+
+    block: HostBlock
+    place: int
+
+
+class HostTransfer(NamedTuple):
+    """A device tensor of a copy between device and host that may not have ended."""
+
+    tensor: torch.Tensor
+    done: Any
+    computing: Any
+    """The stream that the memory of ``tensor`` belongs to."""
+
+    def wait(self) -> torch.Tensor:
+        """Let the computing stream, not the host, wait for the end; then the memory may be used or freed."""
+        self.computing.wait_event(self.done)
+        return self.tensor
 
 
 class HostMemory(DeviceStore):
-    """Store of saved tensors in host memory: copies to it overlap with computation.
+    """Store of saved tensors in host memory: copies run on a stream of their own, beside computation.
+
+    Forward copies a block's tensors while the block computes, and frees their device memory at its end. In
+    backward the first tensor of a block that is needed starts the copies of the block before it, which arrive
+    while this one is recomputed: the device has at most one block's tensors ahead of their use.
+
+    Device memory belongs to the computing stream, which waits for each copy before the memory is freed.
+    ``Tensor.record_stream`` would free it when the *host* sees that the copy has ended, and a host that is
+    several layers ahead of its device would allocate several layers more.
 
     A tensor that is in host memory already stays there.
     """
@@ -47,29 +83,92 @@ class HostMemory(DeviceStore):
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
-        """Stream per device for copies to the host, so that they wait for their source only."""
+        self._open: HostBlock | None = None
+        """The block in forward."""
+        self._leaving: list[HostTransfer] = []
+        """Its tensors on the device."""
+        self._last: weakref.ref[HostBlock] | None = None
+        self._arriving: list[tuple[HostBlock, dict[int, HostTransfer]]] = []
+        """The block in backward and the one before it, with their tensors that were not used yet."""
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Collect the tensors of a block's forward."""
+        before = self._last() if self._last is not None else None
+        self._open = HostBlock(before)
+        try:
+            yield
+        finally:
+            if self._open.copies:
+                self._last = weakref.ref(self._open)
+            self._open = None
+            _wait(self._leaving)
+            self._leaving = []
 
     def put(self, x: torch.Tensor) -> Any:
         """Store ``x``; return the argument for ``get``."""
         if x.device.type == "cpu":
             return x
-        device = torch.get_device_module(x.device)
-        stream = self._streams.setdefault(x.device, None) or device.Stream(x.device)
-        self._streams[x.device] = stream
-        stream.wait_stream(device.current_stream(x.device))
+        assert self._open is not None
         host = torch.empty_like(x, device="cpu", pin_memory=True)
-        with device.stream(stream):
-            host.copy_(x, non_blocking=True)
-        x.record_stream(stream)  # its memory may not be used again before it is copied
-        return HostCopy(host, x.device, stream.record_event())
+        self._leaving.append(self._copy(host, x, x))
+        self._open.copies.append((host, x.device))
+        return HostCopy(self._open, len(self._open.copies) - 1)
 
     def get(self, kept: Any) -> torch.Tensor:
         """Return the stored tensor, on its device."""
-        if isinstance(kept, torch.Tensor):
-            return kept
-        device = torch.get_device_module(kept.device)
-        device.current_stream(kept.device).wait_event(kept.copied)
-        return kept.host.to(kept.device, non_blocking=True)
+        return kept if isinstance(kept, torch.Tensor) else self._fetch(kept).wait()
+
+    def release(self) -> None:
+        """Drop tensors that were brought to the device and not used."""
+        for _, transfers in self._arriving:
+            _wait(transfers.values())
+        self._arriving = []
+
+    def _fetch(self, kept: HostCopy) -> HostTransfer:
+        """Return the copy of a tensor, which has begun; begin those of the block before."""
+        if torch._C._current_graph_task_id() == -1:  # pyright: ignore[reportPrivateUsage]
+            return self._copy_back(*kept.block.copies[kept.place])  # no backward, so no order
+        self._bring(kept.block)
+        transfer = self._arriving[0][1].pop(kept.place, None)
+        if transfer is None:  # used before, as with ``retain_graph=True``
+            transfer = self._copy_back(*kept.block.copies[kept.place])
+        before = kept.block.before
+        if before is not None and len(self._arriving) == 1:
+            self._arriving.append(self._start(before))
+        return transfer
+
+    def _bring(self, block: HostBlock) -> None:
+        """Make a block the first of those that arrive."""
+        while self._arriving and self._arriving[0][0] is not block:
+            _wait(self._arriving.pop(0)[1].values())
+        if not self._arriving:
+            self._arriving = [self._start(block)]
+            # A backward that ends elsewhere than in the first block leaves tensors that nobody uses.
+            Variable._execution_engine.queue_callback(self.release)  # pyright: ignore[reportPrivateUsage]
+
+    def _start(self, block: HostBlock) -> tuple[HostBlock, dict[int, HostTransfer]]:
+        return block, {at: self._copy_back(*copy) for at, copy in enumerate(block.copies)}
+
+    def _copy_back(self, host: torch.Tensor, device: torch.device) -> HostTransfer:
+        x = torch.empty_like(host, device=device)
+        return self._copy(x, host, x)
+
+    def _copy(self, into: torch.Tensor, source: torch.Tensor, x: torch.Tensor) -> HostTransfer:
+        """Begin a copy once all that computes now has ended; ``x`` is the one of both on the device."""
+        device = torch.get_device_module(x.device)
+        if x.device not in self._streams:
+            self._streams[x.device] = device.Stream(x.device)
+        stream, computing = self._streams[x.device], device.current_stream(x.device)
+        stream.wait_stream(computing)  # which made x, or has used its memory before
+        with device.stream(stream):
+            into.copy_(source, non_blocking=True)
+        return HostTransfer(x, stream.record_event(), computing)
+
+
+def _wait(transfers: Iterable[HostTransfer]) -> None:
+    for transfer in transfers:
+        transfer.wait()
 
 
 def recompute_blocks(
@@ -149,7 +248,12 @@ class RecomputedBlocks:
         patches = PatchSet()
         for block in self._blocks:
             patches.replace(block, "forward", lambda own: partial(self._forward, own))
-        return patches.undo
+
+        def undo() -> None:
+            patches.undo()
+            self._kept.place.release()
+
+        return undo
 
     def _forward(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -157,7 +261,8 @@ class RecomputedBlocks:
         kwargs |= {name: value for name, value in _CACHES.items() if name in kwargs}
         self._forwards += 1
         contexts = partial(keep_attention_in, self._kept) if self._keeps_attention else _no_contexts
-        with saved_tensors_hooks(self._kept.put_input, self._kept.get):
+        hooks = saved_tensors_hooks(self._kept.put_input, self._kept.get)
+        with self._kept.place.block(), hooks:
             return checkpoint(own, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     def report(self) -> str | None:

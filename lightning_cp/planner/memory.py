@@ -223,7 +223,9 @@ def _before_and_own(step: RankStep, kept: ActivationBytes, at: int) -> tuple[int
     )  # a norm's input needs no copy
     shared += saved_by_attention(step) if step.keeps_attention else 0
     own = kept.total - shared
-    return (0, own + each) if step.offload else ((at + 1) * each, own)
+    if step.offload:  # the tensors of the block before arrive already
+        return min(at, 1) * each, own + each
+    return (at + 1) * each, own
 
 
 def _mlp_bytes(step: RankStep, units: UnitBytes) -> int:

@@ -233,6 +233,8 @@ def _layer_seconds(case: PlanCase, cost: AttentionCost) -> StepSeconds:
     if choice.tiled_mlp:  # recomputed in backward
         products += product * _mlp_fraction(layer)
     memory = layer_bytes_moved(rank_step(case)) / machine.memory_bandwidth
+    in_forward = READS_FORWARD / ((1 + recomputes) * READS_FORWARD + READS_BACKWARD)
+    forward = product + cost.computing.forward + in_forward * memory
     attention = cost.computing.step(again=again)
     ring = cost.over_ring.step(again=again) - attention
     ulysses = cost.ulysses.step(again=again)
@@ -246,7 +248,7 @@ def _layer_seconds(case: PlanCase, cost: AttentionCost) -> StepSeconds:
         ulysses=ulysses,
         tensor_parallel=tensor,
         parameters=_parameters(case, layer, computing),
-        offload=_offload(case, computing),
+        offload=_offload(case, forward, computing - forward),
         fixed=machine.layer_seconds,
     )
 
@@ -288,25 +290,31 @@ def _shards_cross(case: PlanCase) -> bool:
     return case.crosses_nodes(flat)
 
 
-def _offload(case: PlanCase, computing: float) -> float:
-    """Return the time of copying saved tensors to the host and back, beyond compute."""
+def _offload(case: PlanCase, forward: float, backward: float) -> float:
+    """Return the time of copying a layer's saved tensors, beyond the compute of forward and of backward."""
     if not case.choice.offload:
         return 0.0
-    kept = saved_per_layer(rank_step(case))
-    copied = 2 * kept * case.local_tokens / case.job.machine.host_link
-    return max(0.0, copied - computing)
+    copied = saved_per_layer(rank_step(case)) * case.local_tokens / case.job.machine.host_link
+    return max(0.0, copied - forward) + max(0.0, copied - backward)
 
 
 def _head_and_loss(case: PlanCase) -> StepSeconds:
-    """Return the time of the head and the loss, of one sequence."""
+    """Return the time of the head and the loss, of one sequence, and of what arrives while nothing computes.
+
+    That is the input of the last block: backward begins with it.
+    """
     job, choice = case.job, case.choice
     product = 2 * job.model.head_products / choice.mesh.tp * case.local_tokens
     times = 4 if choice.chunked_loss else 3
     moved = loss_bytes_moved(job.model.vocabulary, case.local_tokens) / choice.mesh.tp
     bandwidth = job.machine.loss_bandwidth or job.machine.memory_bandwidth
+    first = 0.0
+    if choice.offload:
+        first = rank_step(case).of_features * case.local_tokens / job.machine.host_link
     return StepSeconds(
         matmul=times * product / job.timed.matmul_flops,
         memory=moved / bandwidth,
+        offload=first,
     )
 
 

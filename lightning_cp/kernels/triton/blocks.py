@@ -26,12 +26,15 @@ class BlockConfig(NamedTuple):
         step: tokens of the other side per iteration.
         warps: groups of 32 threads per program.
         stages: iterations in flight.
+        launches: of the kernel of dk and dv; two compute them apart. Blackwell's tensor memory of 512 columns
+            has no room for both and for scores where heads have more than 128 entries.
     """
 
     own: int
     step: int
     warps: int = 4
     stages: int = 2
+    launches: int = 1
 
 
 class BlockConfigs(NamedTuple):
@@ -106,7 +109,10 @@ def save(table: Blocks, file: Path) -> None:
     nested: dict[str, dict[str, dict[str, dict[str, list[int]]]]] = {}
     for key, configs in sorted(table.items()):
         by_dim = nested.setdefault(str(key.target), {}).setdefault(key.dtype, {})
-        by_dim[str(key.head_dim)] = {name: list(x) for name, x in configs._asdict().items()}
+        by_dim[str(key.head_dim)] = {
+            name: list(x) if x.launches > 1 else list(x[:-1])
+            for name, x in configs._asdict().items()
+        }
     text = json.dumps(nested, indent=1)
     for name in BlockConfigs._fields:  # numbers of one kernel on one line
         head, *rest = text.split(f'"{name}": [')

@@ -320,11 +320,11 @@ def backward_queries(
 def differentiate_keys(
     dk, dv, k, v, q, dout, lse, delta, row, head,
     first_key, edges, low, high, shift, slope, inner, outer,
-    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, OF_K: tl.constexpr, OF_V: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Add to dk and dv of a block of keys from the queries of a tile that see it, of one query head."""
+    """Add to dk, dv or both of a block of keys from the queries of a tile that see it, of one query head."""
     index = first_key + tl.arange(0, BLOCK_K)
     for part in tl.static_range(3):
         for at in range(edges[part], edges[part + 1], BLOCK_Q):
@@ -339,7 +339,6 @@ def differentiate_keys(
                 dresult = load_block(dout_at, count, BLOCK_Q, DV, BLOCK_DV)
             own_lse = load_numbers(lse, row, head, at, count, float("inf"), part != 1, BLOCK_Q)
             own_lse = to_log2(own_lse)
-            own_delta = load_numbers(delta, row, head, at, count, 0.0, part != 1, BLOCK_Q)
             products = tl.dot(k, tl.trans(queries), input_precision="ieee")
             ahead = index[:, None] - (at + tl.arange(0, BLOCK_Q))[None, :]
             seen = (ahead >= low) & (ahead <= high)
@@ -347,10 +346,13 @@ def differentiate_keys(
                 products, ahead, seen, own_lse[None, :], slope, shift, inner, outer,
                 part != 1, HAS_CAP, HAS_SLOPES,
             )  # fmt: skip
-            dv = tl.dot(weights.to(dresult.dtype), dresult, dv, input_precision="ieee")
-            dweights = tl.dot(v, tl.trans(dresult), input_precision="ieee")
-            dscores = weights * (dweights - own_delta[None, :]) * bend
-            dk = tl.dot(dscores.to(queries.dtype), queries, dk, input_precision="ieee")
+            if OF_V:
+                dv = tl.dot(weights.to(dresult.dtype), dresult, dv, input_precision="ieee")
+            if OF_K:
+                own_delta = load_numbers(delta, row, head, at, count, 0.0, part != 1, BLOCK_Q)
+                dweights = tl.dot(v, tl.trans(dresult), input_precision="ieee")
+                dscores = weights * (dweights - own_delta[None, :]) * bend
+                dk = tl.dot(dscores.to(queries.dtype), queries, dk, input_precision="ieee")
     return dk, dv
 
 
@@ -359,10 +361,11 @@ def backward_keys(
     dout, q, k, v, lse, delta, dk, dv, slopes, tiles, blocks, refs, span_start, scale, inner, outer,
     GROUP: tl.constexpr, IS_PER_ROW: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr, HEADS: tl.constexpr, ADDS: tl.constexpr,
+    OF_K: tl.constexpr, OF_V: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of one block of keys from its tiles and ``HEADS`` query heads of one K/V head.
+    """Compute dk, dv or both of one block of keys from its tiles and ``HEADS`` query heads of one K/V head.
 
     Grid: (blocks of keys, query heads / HEADS, batch rows or 1). Results start at ``span_start``.
     """
@@ -390,12 +393,14 @@ def backward_keys(
             dkeys, dvalues = differentiate_keys(
                 dkeys, dvalues, keys, values, q, dout, lse, delta, row, head,
                 first, edges, low, high, shift, slope, inner, outer,
-                HAS_CAP, HAS_SLOPES, D, BLOCK_D, DV, BLOCK_DV, BLOCK_Q, BLOCK_K,
+                HAS_CAP, HAS_SLOPES, OF_K, OF_V, D, BLOCK_D, DV, BLOCK_DV, BLOCK_Q, BLOCK_K,
             )  # fmt: skip
-    dk_at = tokens(dk, row, part, first - span_start, BLOCK_K, BLOCK_D)
-    dv_at = tokens(dv, row, part, first - span_start, BLOCK_K, BLOCK_DV)
-    give_block(dk_at, dkeys * scale, count, ADDS, BLOCK_K, D, BLOCK_D)
-    give_block(dv_at, dvalues, count, ADDS, BLOCK_K, DV, BLOCK_DV)
+    if OF_K:
+        dk_at = tokens(dk, row, part, first - span_start, BLOCK_K, BLOCK_D)
+        give_block(dk_at, dkeys * scale, count, ADDS, BLOCK_K, D, BLOCK_D)
+    if OF_V:
+        dv_at = tokens(dv, row, part, first - span_start, BLOCK_K, BLOCK_DV)
+        give_block(dv_at, dvalues, count, ADDS, BLOCK_K, DV, BLOCK_DV)
 
 
 @triton.jit

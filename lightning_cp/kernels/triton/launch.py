@@ -453,23 +453,26 @@ def _backward_keys(
     else:
         memory = result_memory(sums, tiled)
     with memory as (adds, (dk, dv)):
-        device_code().backward_keys[grid(tiled, heads if split else kv_heads, batch)](
-            by_head(merged.dout),
-            *map(by_head, inputs),
-            by_head(merged.lse.transpose(1, 2)),
-            by_head(delta_BHL.transpose(1, 2)),
-            by_head(dk),
-            by_head(dv),
-            *launch_tables(tiled, scores),
-            start if split else 0,
-            scores.softmax_scale,
-            *score_factors(scores),
-            HEADS=1 if split else heads // kv_heads,
-            ADDS=adds,
-            BLOCK_Q=launch.step,
-            BLOCK_K=launch.own,
-            **compile_constants(inputs, tiled, scores, launch),
-        )
+        for results in ("kv",) if launch.launches == 1 else ("v", "k"):
+            device_code().backward_keys[grid(tiled, heads if split else kv_heads, batch)](
+                by_head(merged.dout),
+                *map(by_head, inputs),
+                by_head(merged.lse.transpose(1, 2)),
+                by_head(delta_BHL.transpose(1, 2)),
+                by_head(dk),
+                by_head(dv),
+                *launch_tables(tiled, scores),
+                start if split else 0,
+                scores.softmax_scale,
+                *score_factors(scores),
+                HEADS=1 if split else heads // kv_heads,
+                ADDS=adds,
+                OF_K="k" in results,
+                OF_V="v" in results,
+                BLOCK_Q=launch.step,
+                BLOCK_K=launch.own,
+                **compile_constants(inputs, tiled, scores, launch),
+            )
     if split:
         for total, parts in zip(sums, (dk, dv), strict=True):
             total.add(ALL_ROWS, start, parts.unflatten(2, (kv_heads, -1)).sum(3))

@@ -11,7 +11,7 @@ tensor memory, warps, and instructions of tensor cores in PTX by kind.
 | ``kernels=forward,backward_keys`` | these alone; also ``merge_results`` |
 | ``scores=plain`` | neither cap, slopes nor largest scores, as most models |
 | ``heads=one`` | programs of keys have one query head and write, as where they are few |
-| ``blocks=128,64,8,2`` | these blocks instead of the table's: own, step, warps, stages |
+| ``blocks=128,64,8,2`` | these blocks instead of the table's: own, step, warps, stages, launches (else 1) |
 """
 
 from __future__ import annotations

@@ -16,7 +16,86 @@ REFUSALS = (
 GPUS = "tests/ranks/benchmarks/test_gpus.py"
 RUNS = "tests/ranks/pretended/test_training.py::test_losses_and_weights_are_those_of_one_cpu"
 
+ACTIVATIONS = "lightning_cp/memory/activations.py"
+OFFLOAD = "tests/unit/memory/test_offload.py::test_"
+PINNED = "lightning_cp/checkpoint/pinned.py"
+SAVES = "tests/unit/checkpoint/test_pinned.py::test_"
+
 DEVICE_MUTANTS = (
+    Mutant(
+        "offloaded tensors come when they are needed",
+        ACTIVATIONS,
+        "if before is not None and len(self._arriving) == 1:",
+        "if before is None and len(self._arriving) == 1:",
+        (f"{OFFLOAD}backward_waits_for_the_input_of_the_last_block_alone",),
+        "Right, and backward waits for every copy.",
+    ),
+    Mutant(
+        "offloaded tensors come on the computing stream",
+        ACTIVATIONS,
+        "        with device.stream(stream):\n            into",
+        "        with device.stream(computing):\n            into",
+        (f"{OFFLOAD}backward_waits_for_the_input_of_the_last_block_alone",),
+        "Right, and nothing is computed while tensors travel.",
+    ),
+    Mutant(
+        "memory of offloaded tensors is free before they have left",
+        ACTIVATIONS,
+        "            _wait(self._leaving)\n            self._leaving = []",
+        "            self._leaving = []",
+        (f"{OFFLOAD}gradients_are_those_without_offload[once-once-keep_attention]",),
+        "On a GPU alone: later layers overwrite what is on its way, and gradients are wrong.",
+    ),
+    Mutant(
+        "offloaded tensors are used before they have arrived",
+        ACTIVATIONS,
+        "        self.computing.wait_event(self.done)\n        return",
+        "        return",
+        (f"{OFFLOAD}gradients_are_those_without_offload[once-once-keep_attention]",),
+        "On a GPU alone: gradients of whatever was in that memory.",
+    ),
+    Mutant(
+        "copies of offloaded tensors do not wait for their memory",
+        ACTIVATIONS,
+        "        stream.wait_stream(computing)  # which made x",
+        "        _ = computing  # which made x",
+        (f"{OFFLOAD}gradients_are_those_without_offload[once-once-keep_attention]",),
+        "On a GPU alone: a copy of values that are not computed yet.",
+    ),
+    Mutant(
+        "what came for nothing stays",
+        ACTIVATIONS,
+        "Variable._execution_engine.queue_callback(self.release)",
+        "Variable._execution_engine.queue_callback(bool)",
+        (f"{OFFLOAD}what_came_for_nothing_leaves_with_the_backward",),
+        "A layer's tensors stay on the device during the optimizer's step.",
+    ),
+    Mutant(
+        "one half of the pinned buffer for all pieces",
+        PINNED,
+        "self._halves[number % 2]",
+        "self._halves[0]",
+        (f"{SAVES}the_next_piece_travels_while_this_one_is_used",),
+        "Files of saves on a GPU have pieces of other pieces.",
+    ),
+    Mutant(
+        "pieces that are read before they have arrived",
+        PINNED,
+        "    copied.synchronize()\n",
+        "",
+        (f"{SAVES}copies_are_those_of_pytorch[float64]",),
+        "Files of saves on a GPU hold old values, and their hashes are right.",
+    ),
+    Mutant(
+        "the next piece begins after this one was used",
+        PINNED,
+        "                before, arriving = arriving, (half, stream.record_event())\n"
+        "                if before is not None:\n"
+        "                    yield _arrived(*before)\n",
+        "                yield _arrived(half, stream.record_event())\n",
+        (f"{SAVES}the_next_piece_travels_while_this_one_is_used",),
+        "Right, and the link rests while the host works.",
+    ),
     Mutant(
         "host reads a value at each hop",
         RING,

@@ -115,6 +115,14 @@ TRITON_MUTANTS = (
         "With grouped heads gradients of keys and values are too small.",
     ),
     Mutant(
+        "Triton: both launches compute dk",
+        HOST,
+        'OF_K="k" in results,',
+        "OF_K=True,",
+        (triton("dk_and_dv_of_two_launches[cpu]", "_tile_lists"),),
+        "On Blackwell alone, with heads of 256, dk of all hops but the first is twice as large.",
+    ),
+    Mutant(
         "Triton: parts of query heads beside their keys",
         HOST,
         "total.add(ALL_ROWS, start, parts.unflatten(2, (kv_heads, -1)).sum(3))",

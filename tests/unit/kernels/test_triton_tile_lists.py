@@ -288,6 +288,16 @@ def test_tokens_further_apart_than_32_bits(device: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(far, near, strict=True))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_dk_and_dv_of_two_launches(device: str) -> None:
+    """They have the bits of one launch, also where they are added to what was there."""
+    apart = TritonFA2(SMALL._replace(keys=SMALL.keys._replace(launches=2)))
+    tensors, tiles = draw(device), LISTS["rows_share_queries"]
+    found, wanted = (run(kernel, tensors, tiles, Mask()) for kernel in (apart, TritonFA2(SMALL)))
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    assert float(found.dk.abs().min(0).values.max()) > 0
+
+
 @pytest.mark.parametrize("device", [pytest.param(*DEVICES[1].values, marks=DEVICES[1].marks)])
 def test_runs_are_equal(device: str) -> None:
     tensors, tiles = draw(device, 500, 500), [Tile(ALL_ROWS, 0, 500, 0, 500, 0, "causal")]

@@ -1,4 +1,4 @@
-"""What communicators take of a device, and what offloaded tensors take of a host."""
+"""What communicators take of a device, and what offloaded tensors take of a host and of a step."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lightning_cp.planner.job import Job, MeshSizes, PlanCase, TrainingMethod
 from lightning_cp.planner.machines import GIB, MACHINES
 from lightning_cp.planner.memory import Memory, memory_of
 from lightning_cp.planner.model import model_from_config
+from lightning_cp.planner.time_model import step_seconds
 from tests.helpers.planner.configs import SMALL
 
 MODEL = model_from_config(SMALL, "small")
@@ -84,3 +85,22 @@ def test_pinned_blocks_are_powers_of_two(tokens: int, rounded: int) -> None:
     assert memory(case).host == len(MODEL.layers) * rounded * sum(blocks)
     kept = PlanCase(case.job, replace(case.choice, offload=False))
     assert memory(kept).host == 0
+
+
+def test_copies_wait_where_a_pass_is_shorter() -> None:
+    """Forward hides less than backward; the input of the last block is never hidden."""
+    case = case_of(MeshSizes(ring=2), checkpointing="blocks", offload=True)
+    costs: dict[int | None, AttentionCost] = {None: attention_cost(case, None)}
+    nbytes, layers = MODEL.features * 2 * case.local_tokens, len(MODEL.layers)
+
+    def waiting(seconds: float) -> float:
+        """Of a step in which a layer's input travels for some time."""
+        machine = replace(case.job.machine, host_link=nbytes / seconds)
+        slower = PlanCase(replace(case.job, machine=machine), case.choice)
+        return step_seconds(slower, costs).offload
+
+    computing = step_seconds(case, costs).computing / layers
+    for within, times in ((0.01, 1), (0.3, layers + 1), (5.0, 2 * layers + 1)):
+        begin, end = within * computing, 1.1 * within * computing
+        assert waiting(end) - waiting(begin) == pytest.approx(times * (end - begin))
+    assert waiting(0.01 * computing) == pytest.approx(0.01 * computing)

@@ -79,12 +79,15 @@ def test_tensor_parallel_ranks_share_what_is_wide() -> None:
     assert peak_moment(halved).loss == peak_moment(STEP).loss // 2
 
 
-def test_what_is_offloaded_is_one_block_at_most() -> None:
+def test_of_what_is_offloaded_the_device_has_this_block_and_the_one_before() -> None:
     offloaded = replace(STEP, recompute="blocks", offload=True, chunked_loss=128)
     here = replace(offloaded, offload=False)
-    name = "backward of block 4 of 4, at its MLP"
-    less = named(here, name).total - named(offloaded, name).total
-    assert less == 3 * 2 * 128 * 1024
+    for block, fewer in ((4, 2), (3, 1), (2, 0), (1, 0)):
+        name = f"backward of block {block} of 4, at its MLP"
+        less = named(here, name).total - named(offloaded, name).total
+        assert less == fewer * 2 * 128 * 1024
+    assert named(offloaded, "backward of block 2 of 4, at its MLP").layers == 2 * 128 * 1024
+    assert named(offloaded, "backward of block 1 of 4, at its MLP").layers == 0
     assert named(offloaded, "forward, at the loss").layers == 0
 
 
