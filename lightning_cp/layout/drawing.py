@@ -64,7 +64,10 @@ def draw_layouts(layouts: Sequence[SequenceLayout], path: str | Path | None = No
             panels[0, 0].set_ylabel("rank that\nholds a token")
             panels[1, 0].set_ylabel("query token")
             panels[2, 0].set_ylabel("ring rank")
-    figure.legend(handles=_layout_legend(), loc="outside lower center", ncols=3, frameon=False)
+    columns = 3 if len(layouts) > 2 else 1
+    figure.legend(
+        handles=_layout_legend(), loc="outside lower center", ncols=columns, frameon=False
+    )
     return _save(figure, path)
 
 
@@ -112,6 +115,8 @@ def _draw_pairs(axes: Any, plan: Schedule) -> None:
 
 def _draw_totals(axes: Any, plan: Schedule) -> None:
     """Draw the pairs of each ring rank; its label has the keys that it receives."""
+    from matplotlib.ticker import EngFormatter
+
     work, size = plan.work, plan.layout.ring_size
     mean = sum(work) / size
     received = (plan.keys.sum(axis=1) - plan.keys.diagonal()).tolist()
@@ -128,7 +133,7 @@ def _draw_totals(axes: Any, plan: Schedule) -> None:
         f";\neach of its {ulysses} Ulysses ranks: 1/{ulysses} of the heads" if ulysses > 1 else ""
     )
     axes.set_xlabel(f"(query, key) pairs; dashed: the mean{heads}")
-    axes.xaxis.set_major_formatter(_thousands())
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.locator_params(axis="x", nbins=5)
     _rank_ticks(axes, size)
 
@@ -272,7 +277,9 @@ def _color(rank: int, own: bool = True) -> tuple[float, float, float]:
     from matplotlib.colors import to_rgb
 
     strength = 1.0 if own else 0.5
-    red, green, blue = (1 - strength * (1 - x) for x in to_rgb(RANK_COLORS[rank % len(RANK_COLORS)]))
+    red, green, blue = (
+        1 - strength * (1 - x) for x in to_rgb(RANK_COLORS[rank % len(RANK_COLORS)])
+    )
     return red, green, blue
 
 

@@ -38,6 +38,11 @@ def spans(collection: Any) -> list[tuple[float, float]]:
     return [(x.min(), x.max()) for x in corners]
 
 
+def panels(layout: SequenceLayout) -> list[Any]:
+    """The picture's panels: tokens, pairs, totals."""
+    return layout.draw().axes
+
+
 def area(corners: np.ndarray) -> float:
     x, y = corners[:, 0], corners[:, 1]
     return abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2
@@ -45,7 +50,7 @@ def area(corners: np.ndarray) -> float:
 
 @every_layout
 def test_each_rank_is_drawn_with_its_tokens(layout: SequenceLayout) -> None:
-    lines = layout.draw().axes[0].collections
+    lines = panels(layout)[0].collections
     for rank in range(layout.cp_size):
         runs = [np.arange(begin, end) for begin, end in spans(lines[rank])]
         assert np.concatenate(runs).tolist() == layout.positions(rank).tolist()
@@ -54,7 +59,7 @@ def test_each_rank_is_drawn_with_its_tokens(layout: SequenceLayout) -> None:
 @every_layout
 def test_pairs_have_the_colour_of_the_rank_that_computes_them(layout: SequenceLayout) -> None:
     """Areas are pairs, within an eighth for each end of a diagonal; light ones have received keys."""
-    plan, tiles = schedule(layout, None, layout.mask), layout.draw().axes[1].collections[0]
+    plan, tiles = schedule(layout, None, layout.mask), panels(layout)[1].collections[0]
     drawn: defaultdict[tuple[float, ...], float] = defaultdict(float)
     for path, color in zip(tiles.get_paths(), tiles.get_facecolor(), strict=True):
         drawn[tuple(color[:3].round(4))] += area(path.vertices[:-1])
@@ -69,7 +74,7 @@ def test_pairs_have_the_colour_of_the_rank_that_computes_them(layout: SequenceLa
 
 @every_layout
 def test_totals_are_those_of_the_schedule(layout: SequenceLayout) -> None:
-    plan, axes = schedule(layout, None, layout.mask), layout.draw().axes[2]
+    plan, axes = schedule(layout, None, layout.mask), panels(layout)[2]
     assert [bar.get_width() for bar in axes.patches] == list(plan.work)
     received = [text.get_text().split()[-2].replace(",", "") for text in axes.texts]
     hops = [plan.rank(rank).keys_received for rank in range(layout.ring_size)]
@@ -86,7 +91,7 @@ def test_the_timeline_has_the_predicted_times() -> None:
     layout = LAYOUTS["balanced"]
     plan, cost = schedule(layout, None, layout.mask), CostModel(key=50, hop=40, latency=10)
     later = CostModel(key=20, hop=16, latency=4, gradient=40)
-    axes = draw_timeline(layout, cost, pair_seconds=1e-3).axes
+    axes: list[Any] = draw_timeline(layout, cost, pair_seconds=1e-3).axes
     for panel, model, unit in ((axes[0], cost, 1.0), (axes[1], later, BACKWARD_WORK)):
         backward = panel is axes[1]
         _, computes, messages = model.streams(plan, backward=backward)
