@@ -53,7 +53,7 @@ def draw_layouts(layouts: Sequence[SequenceLayout], path: str | Path | None = No
 
     ranks, rings = max(x.cp_size for x in layouts), max(x.ring_size for x in layouts)
     heights = [0.5 + 0.18 * min(ranks, 32), 3.3, 0.5 + 0.22 * min(rings, 32)]
-    figure = Figure((3.8 * len(layouts) + 0.6, sum(heights) + 1.1), layout="constrained")
+    figure: Any = Figure((3.8 * len(layouts) + 0.6, sum(heights) + 1.1), layout="constrained")
     panels: Any = figure.subplots(3, len(layouts), squeeze=False, height_ratios=heights)
     for column, layout in enumerate(layouts):
         plan = schedule(layout, None, layout.mask)
@@ -162,7 +162,7 @@ def draw_timeline(
     }
     backward = replace(forward, **scaled, gradient=2 * scaled["key"])
     size = layout.ring_size
-    figure = Figure((10.5, 1.6 + 0.62 * size), layout="constrained")
+    figure: Any = Figure((10.5, 1.6 + 0.62 * size), layout="constrained")
     panels: Any = figure.subplots(1, 2, sharey=True, width_ratios=[1, BACKWARD_WORK])
     for axes, name, model, unit in (
         (panels[0], "forward", forward, pair_seconds * 1e3),
@@ -330,7 +330,7 @@ def _timeline_legend() -> list[Any]:
     return [Patch(color=color, label=label) for label, color in labels.items()]
 
 
-def _save(figure: Figure, path: str | Path | None) -> Figure:
+def _save(figure: Any, path: str | Path | None) -> Figure:
     if path is not None:
         figure.savefig(path, dpi=110)
     return figure
