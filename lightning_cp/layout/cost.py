@@ -19,7 +19,7 @@ from lightning_cp.layout.documents import Ints
 from lightning_cp.layout.exchange import ring_hops
 from lightning_cp.layout.heads import HeadSplit
 from lightning_cp.layout.nodes import Nodes
-from lightning_cp.layout.streams import GRADIENTS, KEYS, Messages, elapsed, ring_order
+from lightning_cp.layout.streams import GRADIENTS, KEYS, Messages, Order, elapsed, ring_order
 from lightning_cp.layout.tiles import Hop, Schedule
 
 
@@ -134,6 +134,12 @@ class CostModel:
 
     def cost(self, plan: Schedule, *, backward: bool = False) -> int:
         """Predict the time of the slowest rank in one pass, in attended pairs."""
+        return int(elapsed(*self.streams(plan, backward=backward)).max())
+
+    def streams(
+        self, plan: Schedule, *, backward: bool = False
+    ) -> tuple[Order, Ints, dict[str, Messages]]:
+        """Return the order, the computes and the messages of one pass, in attended pairs."""
         size = plan.layout.ring_size
         rank, hop = np.ogrid[:size, :size]
         source, dest = (rank - hop) % size, (rank + hop) % size
@@ -148,7 +154,7 @@ class CostModel:
             messages[GRADIENTS] = self._messages(taken * rows, home, self.gradient)
         moves = np.maximum(taken, sent) * rows > 0
         computes = plan.pairs[rank, source] + self.hop * moves
-        return int(elapsed(ring_order(size, backward=backward), computes, messages).max())
+        return ring_order(size, backward=backward), computes, messages
 
     def _messages(self, sent: Ints, dest: Ints, price: int) -> Messages:
         """Return the transfers of keys, or of their gradients, at a price for each."""

@@ -11,7 +11,8 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,9 @@ from lightning_cp.layout.balance import (
 from lightning_cp.layout.documents import Documents
 from lightning_cp.layout.mask import Mask
 from lightning_cp.utils.tensors import to_device
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LayoutKind = Literal["contiguous", "zigzag", "balanced"]
 CAUSAL = Mask()
@@ -212,6 +216,16 @@ class SequenceLayout:
         shape = [1] * x.dim()
         shape[dim] = -1
         return local.masked_fill(padding.view(shape), pad_value)
+
+    def draw(self, path: str | Path | None = None) -> Figure:
+        """Draw the tokens that each rank holds and the (query, key) pairs that it computes, with matplotlib.
+
+        Args:
+            path: a file to write, for example ``layout.svg``; ``None`` writes nothing.
+        """
+        from lightning_cp.layout.drawing import draw_layouts
+
+        return draw_layouts([self], path)
 
     def unshard(self, shards: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:
         """Put the shards of all ranks (in cp-rank order) back into original order and length.

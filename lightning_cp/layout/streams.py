@@ -87,16 +87,52 @@ class Messages:
     dest: Ints | None = None
     """``[rank, hop]``: the receiver; ``None``: all ranks send to all."""
 
-    def ends(self, number: int, begins: Times) -> Times:
-        """Return when each rank's transfer has ended, given when each comes to it; it may have none."""
+    def sent(self, number: int, begins: Times) -> Times:
+        """Return when each rank has sent its transfer, given when each comes to it; 0: it sends nothing."""
         sending = self.times[:, number]
         if self.dest is None:
             return np.full_like(begins, begins.max() + sending.max())
         dest = self.dest[:, number]
-        sent = np.where(sending > 0, np.maximum(begins, begins[dest]) + sending, 0)
-        ends = sent.copy()
+        return np.where(sending > 0, np.maximum(begins, begins[dest]) + sending, 0)
+
+    def ends(self, number: int, begins: Times) -> Times:
+        """Return when each rank's transfer has ended, given when each comes to it; it may have none."""
+        ends = self.sent(number, begins)
+        if self.dest is None:
+            return ends
+        dest, sent = self.dest[:, number], ends.copy()
         ends[dest] = np.maximum(sent[dest], sent)  # a rank receives from one other
         return ends
+
+
+class StreamEvent(NamedTuple):
+    """One entry of the order, with its times on each ring rank."""
+
+    step: StreamStep
+    begins: Times
+    """When each rank comes to it; a transfer waits for its other rank too."""
+    ends: Times
+    """When each rank's compute, wait or transfer has ended."""
+
+
+def stream_events(
+    order: Order, computes: Times, messages: Mapping[str, Messages]
+) -> Iterator[StreamEvent]:
+    """Yield the events of an order, with the arguments of :func:`elapsed`."""
+    now = free = np.zeros_like(computes[:, 0])
+    arrival: dict[tuple[str, int], Times] = {}
+    for step in order:
+        what, load, number = step
+        begins = now
+        if what == "compute":
+            ends = now = now + computes[:, number]
+        elif what == "wait":
+            ends = now = np.maximum(now, arrival.pop((load, number)))
+        else:
+            begins = np.maximum(now, free)
+            ends = arrival[load, number] = messages[load].ends(number, begins)
+            free = np.maximum(free, ends)
+        yield StreamEvent(step, begins, ends)
 
 
 def elapsed(order: Order, computes: Times, messages: Mapping[str, Messages]) -> Times:
@@ -107,14 +143,8 @@ def elapsed(order: Order, computes: Times, messages: Mapping[str, Messages]) -> 
         computes: ``[rank, hop or block]``, the time of each compute.
         messages: the transfers, by load.
     """
-    now = free = np.zeros_like(computes[:, 0])
-    arrival: dict[tuple[str, int], Times] = {}
-    for what, load, number in order:
-        if what == "compute":
-            now = now + computes[:, number]
-        elif what == "wait":
-            now = np.maximum(now, arrival.pop((load, number)))
-        else:
-            arrival[load, number] = messages[load].ends(number, np.maximum(now, free))
-            free = np.maximum(free, arrival[load, number])
+    now = np.zeros_like(computes[:, 0])
+    for event in stream_events(order, computes, messages):
+        if event.step.what != "post":
+            now = event.ends
     return now

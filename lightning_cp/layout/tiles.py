@@ -150,7 +150,7 @@ class Schedule:
     @cached_property
     def pairs(self) -> Ints:
         """``[query rank, key rank]``: visible (query, key) pairs, summed over the given rows."""
-        columns = self._all
+        columns = self.all_tiles
         totals = np.zeros((self.layout.ring_size,) * 2, dtype=np.int64)
         counted = areas(columns, self.mask.left, self.mask.right)
         np.add.at(totals, (columns.q_rank, columns.k_rank), counted)
@@ -159,7 +159,7 @@ class Schedule:
     @cached_property
     def keys(self) -> Ints:
         """``[query rank, key rank]``: keys of the second that the first needs; they travel for all rows."""
-        columns, size = self._all, self.layout.ring_size
+        columns, size = self.all_tiles, self.layout.ring_size
         both = columns.q_rank * size + columns.k_rank
         owner, begin, end = merge_ranges(
             both, columns.k_start, columns.k_len, self.layout.ring_len + 1
@@ -209,7 +209,8 @@ class Schedule:
         return tuple(cut_segments(self.layout, intervals) for intervals in self.rows)
 
     @cached_property
-    def _all(self) -> TileArrays:
+    def all_tiles(self) -> TileArrays:
+        """The tiles of all ranks before any are joined: each is one interval of queries and of keys."""
         return self._tiles(None, None)
 
     def _tiles(self, q_rank: int | None, k_rank: int | None) -> TileArrays:

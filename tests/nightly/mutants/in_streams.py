@@ -64,8 +64,8 @@ STREAM_MUTANTS = (
     Mutant(
         "each transfer on a stream of its own",
         STREAMS,
-        "messages[load].ends(number, np.maximum(now, free))",
-        "messages[load].ends(number, now)",
+        "begins = np.maximum(now, free)",
+        "begins = now",
         (COST,),
         "Keys and gradients would travel at once.",
     ),
