@@ -18,7 +18,7 @@ from lightning_cp.bench.model_step import ModelSizes, ModelStep
 GIB = 1 << 30
 BOUND = 0.15
 """Largest relative error of a prediction; the allocator rounds, and kernels have memory for parts."""
-WARM_TOKENS = 128
+WARM_TOKENS = 16
 
 
 @dataclass(frozen=True)

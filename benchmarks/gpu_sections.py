@@ -102,7 +102,7 @@ def sizes_of(device_type: str, *, full: bool = False) -> CheckSizes:
     )
     return CheckSizes(
         *("cpu", [64], small, replay.KERNELS["cpu"], torch.float32, Job(64, hidden=32)),
-        *(ModelSizes(64, 4, 2, 192, 3, 64), 512),
+        *(ModelSizes(64, 4, 2, 192, 2, 64), 256),
         *(AttentionCase(32, 1, 2, 1, 32), 0.0, long),
     )
 

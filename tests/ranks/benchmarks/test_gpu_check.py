@@ -16,13 +16,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks import gpu_check, gpu_sections, gpu_training, kernel_rates, launch_sweep
 from benchmarks.gpu_check import GpuReport, Section
 from benchmarks.gpu_sections import CHECKS, Check
 from lightning_cp.bench.kernels import KernelRow
 from lightning_cp.bench.methods import AttentionCase
-from lightning_cp.kernels.aten import AtenCpuFlash
 from lightning_cp.kernels.triton.blocks import BlockConfigs, Key
 from tests.helpers.pool import call_on_ranks
 
@@ -180,29 +180,29 @@ def test_a_failure_is_the_verdict() -> None:
 
 
 def test_features_run_and_a_feature_that_changes_losses_fails() -> None:
-    job = SMALL.job
-    name = "deterministic"
-    row = gpu_training._training_row("ddp", "bf16-mixed", job, "cpu", gpu_training.FEATURES[name])
-    assert not row.failed, row
-    assert row.batch == "dense, deterministic"
-    assert not torch.are_deterministic_algorithms_enabled()
-    spoilt = gpu_training.Feature("spoilt", around=spoiling)
-    assert gpu_training._training_row("ddp", "bf16-mixed", job, "cpu", spoilt).failed
-    refused = gpu_training.refused_row(job, "cpu")
+    good, spoilt, refused = call_on_ranks(1, feature_rows)[0]
+    assert not good.failed, good
+    assert good.batch == "dense, deterministic"
+    assert spoilt.failed
     assert not refused.failed
     assert "hsdp" in refused.refusal
 
 
+def feature_rows() -> list[gpu_training.TrainingRow]:
+    """A feature that changes nothing, one that does, and the engine that one rank cannot have."""
+    cell = ("ddp", "bf16-mixed", SMALL.job, "cpu")
+    dist.destroy_process_group()  # each run makes its own
+    row = gpu_training._training_row(*cell, gpu_training.FEATURES["deterministic"])
+    assert not torch.are_deterministic_algorithms_enabled()
+    spoilt = gpu_training.Feature("spoilt", around=spoiling)
+    rows = [row, gpu_training._training_row(*cell, spoilt)]
+    return [*rows, gpu_training.refused_row(SMALL.job, "cpu")]
+
+
 @contextmanager
 def spoiling(device_type: str) -> Iterator[None]:
-    """Attention that sees half of what it should."""
-    own = AtenCpuFlash.attend
-
-    def attend(self: Any, *inputs: Any) -> Any:
-        out, lse = own(self, *inputs)
-        return out / 2, lse
-
-    with mock.patch.object(AtenCpuFlash, "attend", attend):
+    """An optimizer that does nothing."""
+    with mock.patch.object(torch.optim.AdamW, "step", lambda self, closure: closure()):
         yield
 
 
@@ -223,7 +223,7 @@ def wrong_losses() -> Any:
 
     with (
         mock.patch("lightning_cp.loss.sequence.all_sum", nothing),
-        mock.patch.object(gpu_losses, "all_gather", lambda x, group: [nothing(x, group)]),
+        mock.patch.object(gpu_losses, "all_gather", lambda x, group: [x * 0]),
     ):
         return gpu_losses.loss_rows("cpu")
 
@@ -319,7 +319,13 @@ def test_synchronisations_are_counted_by_place() -> None:
     assert (count, "no file of ours" in place) == (2, True)
 
 
-def test_synchronisations_of_the_later_steps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_synchronisations_of_the_later_steps_are_counted() -> None:
+    ((modes, every),) = call_on_ranks(1, synchronisations)
+    assert modes == ["warn", "default"]
+    assert (every.place, every.per_step) == ("all", 2 / (gpu_training.STEPS - 2))
+
+
+def synchronisations() -> tuple[list[str], gpu_training.SynchronisationRow]:
     """A rehearsal in which each change of the mode is a synchronisation."""
     modes: list[str] = []
 
@@ -327,11 +333,12 @@ def test_synchronisations_of_the_later_steps_are_counted(monkeypatch: pytest.Mon
         modes.append(mode)
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
 
-    monkeypatch.setattr(gpu_training, "_set_debug_mode", set_mode)
-    monkeypatch.setattr(gpu_training, "ENGINES", ("ddp",))
-    *_, every = gpu_training.synchronisation_rows(SMALL.job, "cpu")
-    assert modes == ["warn", "default"]
-    assert (every.place, every.per_step) == ("all", 2 / (gpu_training.STEPS - 2))
+    dist.destroy_process_group()
+    with (
+        mock.patch.object(gpu_training, "_set_debug_mode", set_mode),
+        mock.patch.object(gpu_training, "ENGINES", ("ddp",)),
+    ):
+        return modes, gpu_training.synchronisation_rows(SMALL.job, "cpu")[-1]
 
 
 def test_a_file_of_which_all_is_skipped_tests_nothing() -> None:
