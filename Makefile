@@ -16,7 +16,7 @@ help:
 	@echo "make test-litgpt  the tests of LitGPT's models, in an environment beside $(VENV); make litgpt-table: their errors"
 	@echo "make test-trl   losses of the examples against TRL's own, in an environment beside $(VENV)"
 	@echo "make test-oldest  the tests with the oldest versions that are allowed, in an environment beside $(VENV)"
-	@echo "make gpu-check  tests and figures of one NVIDIA GPU (nothing is installed); of several: docs/gpu.md"
+	@echo "make gpu-check  tests and figures of one NVIDIA GPU (nothing is installed); of several: docs/guides/gpus.md"
 	@echo "make lint       ruff, pyright, import-linter, codespell"
 	@echo "make docs       the docs as a site in build/site, with every link checked (no network)"
 	@echo "make clean      remove $(VENV) and what tools have cached"

@@ -166,20 +166,16 @@ def _training(sizes: CheckSizes, folder: Path) -> Result:
     from benchmarks import gpu_training
 
     rows = gpu_training.training_rows(sizes.job, sizes.device_type)
-    return _rows(*_training_table(), rows, f"{len(rows)} runs agree with plain Lightning")
+    head, cells = gpu_training.TRAINING_HEAD, gpu_training.training_cells
+    return _rows(head, cells, rows, f"{len(rows)} runs agree with plain Lightning")
 
 
 def _features(sizes: CheckSizes, folder: Path) -> Result:
     from benchmarks import gpu_training
 
     rows = gpu_training.feature_rows(sizes.job, sizes.device_type)
-    return _rows(*_training_table(), rows, f"{len(rows)} runs agree with plain Lightning")
-
-
-def _training_table() -> Any:
-    from benchmarks import gpu_training
-
-    return gpu_training.TRAINING_HEAD, gpu_training.training_cells
+    head, cells = gpu_training.TRAINING_HEAD, gpu_training.training_cells
+    return _rows(head, cells, rows, f"{len(rows)} runs agree with plain Lightning")
 
 
 def _versions(sizes: CheckSizes, folder: Path) -> Result:
@@ -214,10 +210,12 @@ def _libraries(device_type: str) -> list[tuple[str, str, str]]:
     """Return what PyTorch says of the libraries that it was built with, and of the device."""
     if device_type != "cuda":
         return []
+    from torch.cuda import nccl
+
     facts: dict[str, Callable[[], object]] = {
         "CUDA": lambda: torch.version.cuda,
         "cuDNN": torch.backends.cudnn.version,
-        "NCCL": lambda: ".".join(map(str, torch.cuda.nccl.version())),
+        "NCCL": lambda: ".".join(map(str, nccl.version())),
         "compute capability": torch.cuda.get_device_capability,
         "GPUs": torch.cuda.device_count,
         "memory, GiB": lambda: round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1),

@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -133,7 +134,7 @@ def _forget_torchrun() -> None:
             os.environ.pop(name, None)
 
 
-def _no_section(*_: object) -> tuple[list[object], str]:
+def _no_section(*_: object) -> NoReturn:
     raise NotImplementedError
 
 

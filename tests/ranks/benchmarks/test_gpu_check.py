@@ -263,7 +263,7 @@ def test_missing_kernels_are_named_in_the_verdict() -> None:
 def test_a_section_that_breaks_its_process_is_a_failure_of_that_section(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    check = Check("gone", "Gone", 1, lambda sizes, folder: ([], ""))
+    check = Check("gone", "Gone", 1, lambda sizes, folder: gpu_sections.Result([], ""))
     (failed,) = [gpu_check._run_in_process(check, "cpu", tmp_path, None)]
     assert "ended with status 1 and left no result" in str(failed.failure)
     late = gpu_check._run_in_process(check, "cpu", tmp_path, end=0.0)
