@@ -110,7 +110,7 @@ class SequenceTokens:
             )
             lengths += (before[spans[:, 1]] - before[spans[:, 0]]).tolist()
         where = torch.device(device)
-        own, places = (to_device(torch.from_numpy(x), where) for x in (owner, place))
+        own, places = (to_device(torch.as_tensor(x), where) for x in (owner, place))
         return cls(own, places, tuple(lengths), is_packed)
 
     @classmethod

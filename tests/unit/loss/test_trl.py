@@ -16,7 +16,7 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-TRL = {"reason": "TRL is not installed: make test-trl"}
+NO_TRL = "TRL is not installed: make test-trl"
 Batch = dict[str, torch.Tensor]
 
 
@@ -63,7 +63,7 @@ def example(name: str, kind: str) -> tuple[Any, list[Batch]]:
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
 def test_dpo() -> None:
-    trl = pytest.importorskip("trl.trainer.dpo_trainer", **TRL)
+    trl = pytest.importorskip("trl.trainer.dpo_trainer", reason=NO_TRL)
     module, batches = example("dpo", "DPO")
     settings: dict[str, Any] = {
         "ld_alpha": None,
@@ -94,7 +94,7 @@ def test_dpo() -> None:
 
 def test_grpo() -> None:
     """The second step on a group, whose ratios are not 1."""
-    trl = pytest.importorskip("trl.trainer.grpo_trainer", **TRL)
+    trl = pytest.importorskip("trl.trainer.grpo_trainer", reason=NO_TRL)
     module, batches = example("grpo", "GRPO")
     batch, losses, policies = batches[0], [], [copy.deepcopy(module.policy)]
 
