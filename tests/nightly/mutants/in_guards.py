@@ -179,8 +179,8 @@ GUARD_MUTANTS = (
     Mutant(
         "own losses unseen",
         "lightning_cp/loss/weighting.py",
-        "own = loss if self._own is None else self._own",
-        "own = loss",
+        "return loss if self._own is None else self._own",
+        "return loss",
         (f"{TRAINER}[by norm-loss]",),
         "Every rank is blamed for one rank's loss.",
     ),
