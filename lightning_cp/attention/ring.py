@@ -139,7 +139,7 @@ class _KeyExchange:
             return start_transfer(sent, hop.dest, shape, hop.source, self._own.tensors[0], group)
 
     def _pack(self, keys: Keys, ranges: Ranges) -> torch.Tensor:
-        if keys is not self._own:
+        if self._plan.rotates:  # other keys at every hop
             return keys.message(ranges)
         if self._message is None or self._message[0] != ranges:
             self._message = None  # freed before the next one is made

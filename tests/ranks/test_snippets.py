@@ -28,7 +28,7 @@ from tests.helpers.launch.start import environment
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 FENCED = re.compile(r"^```(python|sh|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-COMMAND = re.compile(r"-m lightning_cp\.(train|doctor|plan|compare|bench)\b([^#\n]*)")
+COMMAND = re.compile(r"-m lightning_cp\.(train|doctor|plan|compare|bench)(?![.\w])([^#\n]*)")
 PLACEHOLDER = re.compile(r"<(\w+)>")
 FOLDERS = {"compare": "compare", "bench": "bench"}
 CONFIGS = {"doctor": "train"}
@@ -148,7 +148,8 @@ def commands() -> list[tuple[str, str, tuple[str, ...]]]:
     for one in SNIPPETS:
         for program, rest in COMMAND.findall(PLACEHOLDER.sub(r"\1", one.code.replace("\\\n", " "))):
             words = [word for word in shlex.split(rest) if not word.startswith("-")]
-            found.append((one.page, program, tuple(words)))
+            if not any(word.startswith("[") for word in words):  # a pattern
+                found.append((one.page, program, tuple(words)))
     return found
 
 
