@@ -3,7 +3,8 @@
 Python shows an error in every process that it ends, with every frame. Here the failed ranks of a machine meet
 in a folder, where each writes a card. The lowest rank whose error is not a report of another rank's error
 shows it, after the others have named that rank in one line. No rank ends before that, because launchers end
-all processes when one has ended. With ``LIGHTNING_CP_FULL_ERROR=1`` every rank shows all, as Python does.
+all processes when one has ended. With ``LIGHTNING_CP_FULL_ERROR=1`` every rank shows all, as Python does, and
+none ends before the others have.
 
 The first error installs the hooks, so programs without an error are not changed.
 """
@@ -140,11 +141,13 @@ class _Hook:
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if is_ours(error) and not is_full():
+        if not is_ours(error):
+            _notify(error)
+            self.before(kind, error, trace)
+        elif is_full():
+            show(error, lambda: self.before(kind, error, trace))
+        else:
             show(error, self._other_hook(kind, error, trace))
-            return
-        _notify(error)
-        self.before(kind, error, trace)
 
     def _other_hook(self, *error: Any) -> Callable[[], None] | None:
         """Return a call of the program's hook, if it has one besides Python's and PyTorch's."""
@@ -175,12 +178,14 @@ def show(error: BaseException, act: Callable[[], None] | None = None) -> None:
     """
     act = act or (lambda: write(text_of(error)))
     with _without_sigterm():
-        meeting = Meeting.here() if is_ours(error) and not is_full() else None
-        if meeting is None:
-            _notify(error)
-            act()
-        else:
+        meeting = Meeting.here() if is_ours(error) else None
+        if meeting is not None and not is_full():
             meeting.show(error, act)
+            return
+        _notify(error)
+        act()
+        if meeting is not None:
+            meeting.wait()
 
 
 def write(text: str) -> None:
@@ -312,6 +317,15 @@ class Meeting:
         if len(self._cards()) < self._place.count:
             self._leave("shown")  # for a rank that arrives later
         else:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def wait(self) -> None:
+        """Wait until every rank has shown its whole error."""
+        self._leave("card", "full", self._place.name, "", "")
+        self._wait(
+            lambda: len(self._cards()) >= self._place.count or not self._folder.exists(), MEETING
+        )
+        if len(self._cards()) >= self._place.count:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def give_way(self, line: str) -> None:

@@ -98,15 +98,24 @@ def keep_samplers(trainer: Trainer) -> None:
     connector.use_distributed_sampler = False
 
 
-def is_seen_on_device(batch: Any, trainer: Trainer) -> bool:
-    """True if a batch is on the device, or hooks of the module or its data move or change it there."""
+def device_of_hooks(batch: Any, trainer: Trainer, device: Any) -> Any:
+    """Return the device on which Lightning's hooks see a batch: the host, unless it or a hook needs another.
+
+    The hooks are called in both cases, so that profilers show the same ones for every batch.
+
+    Args:
+        batch: a batch of tensors.
+        trainer: the owner of the hooks.
+        device: the device of a batch that is there already, or that hooks of the module or its data move or
+            change.
+    """
     hooks = trainer._data_connector._datahook_selector
+    names = ("transfer_batch_to_device", "on_after_batch_transfer")
     if any(x.device.type != "cpu" for _, x in tensors_of(batch)):
-        return True
-    return hooks is not None and any(
-        is_overridden(name, hooks.get_instance(name))
-        for name in ("transfer_batch_to_device", "on_after_batch_transfer")
-    )
+        return device
+    if hooks is not None and any(is_overridden(name, hooks.get_instance(name)) for name in names):
+        return device
+    return torch.device("cpu")
 
 
 def call_after_toggling(patches: PatchSet, module: Any, act: Callable[[], object]) -> None:

@@ -43,7 +43,7 @@ from lightning_cp.strategies.lightning_patches import (
     check_no_averages,
     check_no_dataloader_iter,
     clip_with_engine,
-    is_seen_on_device,
+    device_of_hooks,
     keep_samplers,
     place_profiles,
     prevent_saves,
@@ -239,8 +239,9 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         """Return this rank's part of a batch, after the user's transforms; if possible it alone travels."""
         trainer, callback = self._module.trainer, self._callback
         checks, by_callback = trainer.training and self.parity.is_on, callback.shards_batches
-        if checks or by_callback or not self.runtime.enabled or is_seen_on_device(batch, trainer):
-            batch = super().batch_to_device(batch, device, dataloader_idx)
+        whole = checks or by_callback or not self.runtime.enabled
+        where = device if whole else device_of_hooks(batch, trainer, device)
+        batch = super().batch_to_device(batch, where, dataloader_idx)
         with complete_errors(self._settings):
             if checks:
                 self.parity.before_batch(self._module, batch, type(callback).__name__ * by_callback)

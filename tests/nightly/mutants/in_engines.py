@@ -217,5 +217,21 @@ ENGINE_MUTANTS = (
         ("tests/ranks/engines/test_fabric_freezing.py::test_as_in_one_process[fsdp Discarding]",),
         "Gradients that were thrown away are stepped along.",
     ),
+    Mutant(
+        "norms of ranks added without their power",
+        f"{ENGINES}/gradients.py",
+        "total = all_sum(total**norm_type, group) ** (1.0 / norm_type)",
+        "total = all_sum(total, group)",
+        (f"{TESTS}test_the_norm_of_any_mixture_is_that_of_one_process",),
+        "Under fsdp gradients are clipped by a norm up to the root of the ranks too large.",
+    ),
+    Mutant(
+        "the norm of one dtype alone",
+        "lightning_cp/utils/tensors.py",
+        "for each in groups.values()\n    ]",
+        "for each in list(groups.values())[:1]\n    ]",
+        ("tests/unit/utils/test_tensors.py",),
+        "Gradients of another dtype or device are neither clipped nor looked at for NaN.",
+    ),
 )
 """All seeded mutants of engines."""

@@ -292,4 +292,44 @@ EXCHANGE_MUTANTS = (
         ("tests/ranks/attention/test_ring_flash_attn.py::test_refused_by_name[window]",),
         "It applies the window to each hop by itself: other tokens are seen, or NaN.",
     ),
+    Mutant(
+        "a message of keys sent again for other ranges",
+        "lightning_cp/attention/ring.py",
+        "if self._message is None or self._message[0] != ranges:",
+        "if self._message is None:",
+        (
+            "tests/ranks/attention/test_traffic.py::test_equal_ranges_of_keys_are_packed_once_in_each_pass",
+        ),
+        "Ranks of a causal ring attend to the keys that another rank asked for.",
+    ),
+    Mutant(
+        "keys of each hop packed anew",
+        "lightning_cp/attention/ring.py",
+        "            self._message = (ranges, keys.message(ranges))\n        return self._message[1]",
+        "            self._message = None\n        return keys.message(ranges)",
+        (
+            "tests/ranks/attention/test_traffic.py::test_equal_ranges_of_keys_are_packed_once_in_each_pass",
+        ),
+        "A copy of a rank's keys and values for each hop, where one would do.",
+    ),
+    Mutant(
+        "gradients of keys always travel in the compute dtype",
+        "lightning_cp/attention/ring.py",
+        "q_TBHD.dtype if is_narrow else dq.dtype",
+        "q_TBHD.dtype",
+        (
+            "tests/ranks/attention/test_traffic.py::test_sends_what_the_schedule_says[ring 2 zigzag]",
+        ),
+        "bfloat16 gradients of keys are rounded at each hop although nobody asked for it.",
+    ),
+    Mutant(
+        "gradients of keys never travel in the compute dtype",
+        "lightning_cp/attention/ring.py",
+        "q_TBHD.dtype if is_narrow else dq.dtype",
+        "dq.dtype",
+        (
+            "tests/ranks/attention/test_traffic.py::test_gradients_of_keys_travel_in_the_compute_dtype",
+        ),
+        'key_gradients="compute" sends twice the bytes that the planner says.',
+    ),
 )

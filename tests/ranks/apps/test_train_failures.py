@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -23,10 +22,8 @@ def failed(cwd: Path, *overrides: str, full: bool = False) -> str:
     Its output is read until every process that shares it has ended, so this would time out with a rank
     left behind.
     """
-    began = time.monotonic()
     done = command(cwd, *overrides, full_error=full)
     assert done.returncode == 1, done.stderr[-4000:]
-    assert time.monotonic() - began < 120
     return done.stderr
 
 
