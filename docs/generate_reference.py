@@ -164,7 +164,12 @@ def commands() -> str:
     lines += [
         "",
         "Copies of each command's `--help`. All commands but `checkpoint` are Hydra programs: with",
-        "`-m` they make sweeps.",
+        "`-m` they make sweeps. `python -m lightning_cp` lists them. `lightning-cp train ...` is the same",
+        "as `python -m lightning_cp.train ...`; a shell can complete its commands, choices and keys:",
+        "",
+        "```sh",
+        'eval "$(lightning-cp completion bash)"   # or zsh; fish: lightning-cp completion fish | source',
+        "```",
     ]
     texts["doctor"] = texts["doctor"].partition("Choices (")[0]
     for name, text in texts.items():
