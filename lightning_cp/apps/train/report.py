@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import TextWrapper
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,10 @@ class Outcome:
     """The result of a run."""
 
     strategy: str
+    mesh: str
+    """Axes of more than one rank, with their sizes."""
+    parity: str
+    """The result of the parity check, or why there was none."""
     processes: int
     data_parallel_size: int
     steps: int
@@ -68,9 +73,10 @@ class Outcome:
     """Byte-unigram entropy of the validation text, bits per byte."""
 
     def table(self, files: RunFiles) -> str:
-        """Return one line for each fact."""
+        """Return a line for each fact, and more for long ones."""
         rows = {
             "strategy": self.strategy,
+            "mesh": self.mesh,
             "processes": f"{self.processes}, batches at a time: {self.data_parallel_size}",
             "trained": f"{self.steps} steps, {self.tokens:,} tokens",
             "time": f"{self.seconds:.0f} s, of which {self.step_seconds:.0f} s in training steps",
@@ -78,12 +84,15 @@ class Outcome:
             "validation": f"{self._change(BITS, 3)} bits per byte",
             "byte-unigram entropy": f"{self.entropy:.3f} bits per byte",
             "perplexity": self._change(PERPLEXITY, 2),
+            "parity": self.parity,
             "metrics": files.metrics,
             "picture": files.picture,
             "checkpoint": files.checkpoints / "last.ckpt",
         }
         width = max(map(len, rows))
-        return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
+        options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+        wrap = TextWrapper(100, subsequent_indent=" " * (width + 4), **options)
+        return "\n".join(wrap.fill(f"  {name:<{width}}  {value}") for name, value in rows.items())
 
     def _change(self, name: str, digits: int) -> str:
         before = f"{self.before[name]:.{digits}f}" if name in self.before else "?"

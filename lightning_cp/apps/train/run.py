@@ -87,6 +87,8 @@ def train(
 
     outcome = Outcome(
         strategy=HydraConfig.get().runtime.choices["strategy"],
+        mesh=_mesh_of(trainer.strategy),
+        parity=_parity_of(trainer.strategy),
         processes=trainer.world_size,
         data_parallel_size=data_parallel(trainer)[0],
         steps=trainer.global_step,
@@ -99,6 +101,22 @@ def train(
     )
     _say("\n" + outcome.table(files))
     return outcome
+
+
+def _mesh_of(strategy: Any) -> str:
+    sizes = strategy.runtime.meshes.sizes if hasattr(strategy, "runtime") else {}
+    shared = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+    return " x ".join(shared) or "none"
+
+
+def _parity_of(strategy: Any) -> str:
+    if not hasattr(strategy, "parity"):
+        return "not checked: no sample is shared between ranks"
+    if not strategy.parity.is_on:
+        return "not checked: parity_check='off'"
+    if strategy.parity.report:
+        return strategy.parity.report.removeprefix("parity: ")
+    return f"not checked: {strategy.parity.skip_reason or 'no batch came'}"
 
 
 def _validated(

@@ -154,6 +154,10 @@ def test_a_run_ends_with_a_table_and_no_warnings(run: str, request: pytest.Fixtu
     assert re.search(r"validation +[78]\.\d+ -> \d\.\d+ bits per byte", printed)
     assert re.search(r"byte-unigram entropy +4\.\d+ bits per byte", printed)
     assert re.search(r"trained +4 steps, 2,048 tokens", printed)
+    shared = run != "alone"
+    assert re.search(r"mesh +\w+ \d" if shared else r"mesh +none\n", printed)
+    checked = r"parity +one process and context parallel agree on 512 tokens"
+    assert re.search(checked if shared else r"parity +not checked: no sample is shared", printed)
     for name in ("metrics/metrics.csv", "loss.png", "checkpoints/last.ckpt"):
         assert str(folder / name) in printed
     assert "Warning" not in printed
