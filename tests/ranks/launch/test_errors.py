@@ -6,6 +6,8 @@ import json
 import multiprocessing
 import os
 import sys
+import tempfile
+import time
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -232,6 +234,30 @@ def test_the_rank_that_found_it_shows_it(tmp_path: Path) -> None:
     assert last.endswith("ShapeError: odd\n")
     assert len(lines) == 2
     assert all("rank 1 of 3 shows the ShapeError" in line for line in lines)
+
+
+def _show_all(rank: int, folder: Path) -> None:
+    os.environ[console.FULL], tempfile.tempdir = "1", str(folder)
+    console.set_place(console.ProcessPlace(rank, f"rank {rank} of 2", 2))
+    console.MEETING = 20.0
+    time.sleep(rank)
+    with (folder / "terminal").open("a") as terminal, redirect_stderr(terminal):
+        console.show(ConfigError("sizes"))
+        console.write("ended")
+
+
+def test_no_rank_ends_before_all_have_shown_their_whole_errors(tmp_path: Path) -> None:
+    """Launchers end the others when one has ended."""
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_show_all, args=(rank, tmp_path)) for rank in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+        assert rank.exitcode == 0
+    printed = (tmp_path / "terminal").read_text().split()
+    assert [word for word in printed if word in ("sizes", "ended")] == ["sizes"] * 2 + ["ended"] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["terminal"]
 
 
 def test_another_message_is_named(tmp_path: Path) -> None:
