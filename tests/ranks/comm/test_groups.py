@@ -62,10 +62,12 @@ def gloo_in_an_eager_world(rank: int, world_size: int) -> tuple[float, int]:
     world, device = groups._world(), torch.device("cuda", 0)
     communicator = mock.Mock()
     world.bound_device_id = device
+
+    def split_by(source: object) -> Any:
+        return mock.patch.object(dist.distributed_c10d, "_get_split_source", return_value=source)
+
     try:
-        with mock.patch.object(
-            dist.distributed_c10d, "_get_split_source", return_value=communicator
-        ):
+        with split_by(communicator):
             pairs = groups.gloo_group(torch.arange(world_size).view(-1, 2))
             assert world.bound_device_id == device
             with pytest.raises(
@@ -73,6 +75,7 @@ def gloo_in_an_eager_world(rank: int, world_size: int) -> tuple[float, int]:
             ):
                 groups.gloo_group(torch.tensor([[0, 1]]))
             splits = communicator.perform_nocolor_split.call_count
+        with split_by(communicator if rank > 1 else None):  # members would need a real one
             dist.new_group([0, 1], backend="gloo")  # one that a user makes
             alone = communicator.perform_nocolor_split.call_count - splits
     finally:
