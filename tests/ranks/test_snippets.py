@@ -95,7 +95,15 @@ def test_every_snippet_runs_or_has_a_reason_not_to() -> None:
     assert len(PARTS) >= 8
 
 
-@pytest.mark.parametrize("page", PROGRAMS)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(
+            page, marks=[pytest.mark.nightly] * (page == "install.md")
+        )  # as the quickstart's
+        for page in PROGRAMS
+    ],
+)
 def test_programs_and_commands_run(page: str, tmp_path: Path) -> None:
     """In the page's order, in one folder."""
     for index, one in enumerate(PROGRAMS[page]):

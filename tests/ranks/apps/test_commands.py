@@ -47,11 +47,11 @@ def test_what_is_no_command_is_refused(
 
 
 def test_a_command_is_started_with_its_arguments_and_status() -> None:
-    plain = run("lightning_cp.checkpoint", "nothing.ckpt", "--verify")
-    here = run("lightning_cp", "checkpoint", "nothing.ckpt", "--verify")
+    refused = ("train", "strategy=triangle")
+    plain, here = run(f"lightning_cp.{refused[0]}", refused[1]), run("lightning_cp", *refused)
     assert plain.returncode == here.returncode == 1
     assert plain.stderr == here.stderr
-    assert "nothing.ckpt" in here.stderr
+    assert "triangle" in here.stderr
 
 
 @pytest.mark.parametrize(
