@@ -322,6 +322,9 @@ class _WorkerFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         restore(self._random)
+        # After a fork PyTorch makes its pool of threads anew at the first use, and two threads at once would
+        # end the process ("Invalid thread pool!").
+        torch.set_num_threads(torch.get_num_threads())
         self._strategy.tell_rank()
         try:
             return self._function(*args, **kwargs)
