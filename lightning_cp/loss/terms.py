@@ -150,8 +150,7 @@ def factors_of(loss: torch.Tensor, tokens: int) -> LossFactors:
         ahead.extend(_sources(node))
         operator = _operator(node)
         if operator in ("Mul", "Div"):
-            single = [x for x in _constants(node) if x.numel() == 1 and not x.requires_grad]
-            numbers = [_value_of(x) if _is_number(x) else x.detach() for x in single]
+            numbers = list(map(_factor_of, filter(_is_single, _constants(node))))
             (found.values if operator == "Mul" else found.divisors).extend(numbers)
         elif operator == "Mean" or (operator not in _NLL and _reduces_by_mean(node)):
             sizes = [prod(x._input_metadata[0].shape) for x in (*_sources(node), node)]
@@ -265,20 +264,33 @@ def _divides(node: Any, factor: Any) -> bool:
     return _operator(node) == "Div" and _producer(*node.next_functions[0]) is not factor
 
 
-def _constants(node: Any) -> list[torch.Tensor]:
-    """Return the factors of a product or a quotient that have no graph."""
+def _constants(node: Any) -> list[torch.Tensor | float]:
+    """Return the factors of a product or a quotient that have no graph.
+
+    Operators of C++ save their scalars as numbers, while those of Python are wrapped in tensors.
+    """
     if len(_sources(node)) > 1:
         return []
     names = ("_saved_self", "_saved_other", "_saved_mat2")
     return [x for name in names if (x := getattr(node, name, None)) is not None]
 
 
-def _is_number(x: torch.Tensor) -> bool:
-    """True for a Python number that autograd has wrapped: it does not promote a tensor's dtype."""
+def _is_number(x: torch.Tensor | float) -> bool:
+    """True for a number, also one that autograd has wrapped: it does not promote a tensor's dtype."""
+    if not isinstance(x, torch.Tensor):
+        return True
     if x.dtype not in (torch.float64, torch.int64):
         return False
     narrow = torch.tensor(1, dtype=torch.float16 if x.is_floating_point() else torch.int8)
     return not x.dim() and torch.result_type(narrow, x) == narrow.dtype
+
+
+def _is_single(x: torch.Tensor | float) -> bool:
+    return not isinstance(x, torch.Tensor) or (x.numel() == 1 and not x.requires_grad)
+
+
+def _factor_of(x: torch.Tensor | float) -> torch.Tensor | float:
+    return x.detach() if isinstance(x, torch.Tensor) and not _is_number(x) else _value_of(x)
 
 
 def _numbers_of(node: Any) -> list[float]:
@@ -286,8 +298,12 @@ def _numbers_of(node: Any) -> list[float]:
     return [_value_of(x) for x in _constants(node) if _is_number(x)]
 
 
-def _value_of(number: torch.Tensor) -> float:
-    """Read a wrapped number, without the user's dispatch modes (a FLOP counter), which would unwrap it."""
+def _value_of(number: torch.Tensor | float) -> float:
+    """Read a number; a wrapped one without the user's dispatch modes (a FLOP counter), which would unwrap
+    it.
+    """
+    if not isinstance(number, torch.Tensor):
+        return number
     with _disable_current_modes():
         return number.item()
 

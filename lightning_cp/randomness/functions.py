@@ -237,6 +237,14 @@ def _multinomial(name: str, original: Any) -> Callable[..., torch.Tensor]:
     return multinomial
 
 
+_OF_WARNINGS = {
+    "_standard_gamma": ("Gamma, Chi2 or StudentT of torch.distributions", "torch.rand"),
+    "_sample_dirichlet": ("Beta or Dirichlet of torch.distributions", "torch.rand"),
+    "native_dropout": ("torch.native_dropout", "torch.nn.functional.dropout"),
+}
+"""What draws by a function that warns, and what to use instead, where the function's name says neither."""
+
+
 def _warning_wrapper(name: str, original: Any) -> Callable[..., Any]:
     """Return a function that draws the same on all ranks, with a warning where that is wrong."""
 
@@ -246,9 +254,10 @@ def _warning_wrapper(name: str, original: Any) -> Callable[..., Any]:
         shape = getattr(args[0], "shape", args[:1]) if args else ()
         trains = "rrelu" not in name or (kwargs.get("training") or True in args[3:])
         if draws is not None and trains and draws.token_dims(tuple(shape)) is not None:
+            what, instead = _OF_WARNINGS.get(name, (f"torch.{name}", "torch.rand"))
             draws.warn_once(
-                f"torch.{name} of shape {tuple(shape)} draws the same on all ranks that share a sample, as "
-                "if their tokens were the same. Use torch.rand, whose numbers are of each token."
+                f"{what} of shape {tuple(shape)} draws the same on all ranks that share a sample, as if "
+                f"their tokens were the same. Use {instead}, whose numbers are of each token."
             )
         return original(*args, **kwargs)
 
@@ -269,6 +278,7 @@ _TORCH: dict[str, Wrap] = {
     **{"randint": _integers, "bernoulli": _bernoulli, "normal": _normal},
     "multinomial": _multinomial,
     **dict.fromkeys(("poisson", "binomial", "rrelu", "rrelu_", "randperm"), _warning_wrapper),
+    **dict.fromkeys(_OF_WARNINGS, _warning_wrapper),
 }
 _TENSOR: dict[str, Wrap] = {
     **dict.fromkeys(_SAMPLES, _fill),

@@ -224,6 +224,7 @@ class TokenDraws:
         if asked == "token":
             return found or SOME_TOKENS
         if found is None:
+            self._warn_of_part(tuple(shape), rows, count)
             return SOME_TOKENS if activation and self._is_of_some(tuple(shape)) else None
         if activation or tuple(shape) not in self._shapes or tuple(shape) == (rows, count):
             return found
@@ -233,6 +234,17 @@ class TokenDraws:
             f"too. Draw them {_WITHIN.format('token')} (or 'row')."
         )
         return None
+
+    def _warn_of_part(self, shape: tuple[int, ...], rows: int, count: int) -> None:
+        """Warn of a shape with rows and fewer tokens: a chunk of them, or all but the last."""
+        if self._is_local() or len(shape) < 2 or shape[0] != rows or shape in self._shapes:
+            return
+        if shape[1] == count - 1 or (len(shape) > 2 and 1 < shape[1] < count):
+            self.warn_once(
+                f"random numbers or dropout of shape {shape} are the same on all ranks that share a sample. "
+                f"If they are for some of this rank's {count} tokens of a row, draw them "
+                f"{_WITHIN.format('token')} (else 'row')."
+            )
 
     def _is_of_some(self, shape: tuple[int, ...]) -> bool:
         """True for a layer's output without tokens or rows, such as an expert's tokens."""

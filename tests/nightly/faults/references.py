@@ -124,6 +124,8 @@ REFERENCES = (
     Reference(
         "the main job is killed, and torchrun starts it again",
         "lines and weights are those of a run that was left alone",
-        ("tests/unit/apps/test_train_resume.py::test_a_run_that_torchrun_starts_again_is_the_run",),
+        (
+            "tests/ranks/apps/test_train_resume.py::test_a_run_that_torchrun_starts_again_is_the_run",
+        ),
     ),
 )

@@ -158,6 +158,22 @@ def test_numbers_of_python_are_told() -> None:
     assert sorted(means.numbers) == [0.5, 2, 3, 7.5]
 
 
+@pytest.mark.parametrize(
+    ("loss", "numbers"),
+    [
+        (lambda: mean(tokens(), label_smoothing=0.1), [0.1 / 5, 0.9]),
+        (lambda: torch.trapezoid(tokens().mean((0, 2))), [1.0, 0.5]),
+    ],
+    ids=["cross-entropy kept before", "trapezoid"],
+)
+def test_numbers_that_operators_save_unwrapped(loss: Any, numbers: list[float]) -> None:
+    """A composite of C++ saves a scalar as a float; such a loss is asked about."""
+    found = loss_terms(loss())
+    assert found.other_terms
+    values = factors_of(loss(), 100).values
+    assert [x for x in values if isinstance(x, float)] == pytest.approx(numbers)
+
+
 def test_numbers_within_a_term_of_parameters_are_told() -> None:
     term = 3 * (7 * a_parameter() / 5).square().sum()
     assert sorted(loss_terms(mean(tokens()) + term).numbers) == [3, 5, 7]

@@ -436,11 +436,49 @@ def test_what_cannot_be_drawn_per_token_is_said(caplog: pytest.LogCaptureFixture
         F.rrelu(hidden(layout.local_len), training=True)
         F.rrelu(hidden(layout.local_len), training=False)
         torch.randperm(4)
+        torch.native_dropout(hidden(layout.local_len), 0.5, True)
+        ones = torch.ones(ROWS, layout.local_len)
+        torch.distributions.Gamma(ones, 1.0).sample()
+        torch.distributions.Beta(ones, ones).sample()
+        torch.distributions.Gamma(torch.ones(ROWS), 1.0).sample()  # a noise level of each row
     assert [message.split()[0] for message in caplog.messages] == [
         "torch.poisson",
         "torch.randperm",
         "torch.rrelu",
+        "torch.native_dropout",
+        "Gamma,",
+        "Beta",
     ]
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: [F.dropout(part, 0.5) for part in x.split(2, 1)],
+        lambda x: F.dropout(x[:, :-1], 0.5),
+        lambda x: F.dropout(x[:, :18].reshape(ROWS, -1, 2, WIDTH), 0.5),
+        lambda x: torch.randn_like(x[:, 1:3]),
+        lambda x: torch.rand(ROWS, x.shape[1] - 1),
+    ],
+    ids=["chunks", "all but the last", "blocks", "some", "targets"],
+)
+def test_a_part_of_each_row_s_tokens_is_asked_about(
+    draw: Callable[[torch.Tensor], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be latents that are the same on all ranks, or tokens of this rank."""
+    layout = LAYOUTS["contiguous"]
+    x = torch.ones(ROWS, layout.local_len, WIDTH)
+    with step(layout), caplog.at_level(logging.WARNING, "lightning_cp"):
+        draw(x)
+        for what in ("token", "row"):
+            with draw_per(what):  # type: ignore[arg-type]
+                draw(x)
+        F.dropout(torch.ones(ROWS, 1, WIDTH), 0.5)
+        F.dropout(torch.ones(ROWS, WIDTH), 0.5)
+        torch.rand(ROWS, 1, 1)
+    (said,) = caplog.messages
+    assert "draw_per('token')" in said
+    assert f"some of this rank's {layout.local_len} tokens" in said
 
 
 def test_a_model_is_not_kept_alive_by_a_step_that_never_ended() -> None:
