@@ -89,15 +89,22 @@ class Cuts:
         self._length = length
         self._without_last: list[Cut] = []
         self._without_first: list[Cut] = []
+        self._padded: list[console.SourceLine] = []
+        """Cuts of integers that were padded before, so that they keep the length of the logits."""
 
     def note(self, x: torch.Tensor, index: Any) -> None:
         """Record ``x[index]`` if it cuts off the first or the last token."""
-        if x.dim() not in (2, 3) or x.shape[1] != self._length:
+        if x.dim() not in (2, 3) or x.shape[1] - self._length not in (0, 1):
             return
         taken = _along_the_sequence(index, x.dim())
         if taken is None:
             return
-        cut = Cut(weakref.ref(x), x.dim() == 2 and x.dtype in _INTEGERS, console.user_line())
+        integers = x.dim() == 2 and x.dtype in _INTEGERS
+        if x.shape[1] > self._length:
+            if integers and taken.start == 1 and taken.stop in (None, x.shape[1]):
+                self._padded.append(console.user_line())
+            return
+        cut = Cut(weakref.ref(x), integers, console.user_line())
         if taken.start in (None, 0) and taken.stop in (-1, self._length - 1):
             self._without_last.append(cut)
         elif taken.start == 1 and taken.stop in (None, self._length):
@@ -105,7 +112,8 @@ class Cuts:
 
     @property
     def shift(self) -> console.SourceLine | None:
-        """Source line that shifts: integers without the first token, beside another tensor without the last.
+        """Source line that shifts: padded integers without the first token; or integers without the first
+        token beside another tensor without the last.
 
         A tensor that is cut both ways is compared with itself, such as differences of positions.
         """
@@ -113,15 +121,17 @@ class Cuts:
         others = [one for one in last if not any(one.is_of(other) for other in first)]
         targets = [one for one in first if not any(one.is_of(other) for other in last)]
         lines = [one.line for one in targets if one.integers]
-        return lines[0] if others and lines else None
+        found = self._padded or (lines if others else [])
+        return found[0] if found else None
 
 
 _INTEGERS = (torch.int64, torch.int32)
 
 
 def _along_the_sequence(index: Any, dims: int) -> slice | None:
-    """Return the slice of dimension 1 in an index made of slices, or ``None``."""
-    parts = index if isinstance(index, tuple) else (index,)
+    """Return the slice of dimension 1 in an index made of slices and new axes, or ``None``."""
+    given = index if isinstance(index, tuple) else (index,)
+    parts = tuple(part for part in given if part is not None)
     at = [place for place, part in enumerate(parts) if part is ...]
     if at:
         missing = dims - len(parts) + 1
@@ -161,7 +171,7 @@ _getitem.__name__ = "__getitem__"  # tensor subclasses identify functions by nam
 
 _SHIFT_WARNING = (
     "the step cuts off the last of a rank's tokens in one tensor and the first in another ([:, :-1] against "
-    "[:, 1:]), which is wrong at every seam between ranks. Compare the whole logits with "
+    "[:, 1:], or padded labels), which is wrong at every seam between ranks. Compare the whole logits with "
     "batch['shift_labels'], the target of each token (there if labels='shift', or if a Hugging Face model "
     "shifts); where labels='aligned', with the labels as they are."
 )

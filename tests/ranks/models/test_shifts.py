@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from lightning_cp.utils.labels import are_shifted, shift
 from tests.helpers.models.steps import Case, make_batch, make_model, start
@@ -33,6 +34,15 @@ def of_entropy(logits: torch.Tensor, batch: Any) -> Any:
     return logits[:, : length - 1, :].logsumexp(-1) * (labels[:, 1:length] != -100)
 
 
+def of_log_probabilities(logits: torch.Tensor, batch: Any) -> Any:
+    return logits[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])
+
+
+def padded(logits: torch.Tensor, batch: Any) -> Any:
+    labels = F.pad(batch["labels"], (0, 1), value=-100)
+    return (logits.argmax(-1) == labels[..., 1:]).float().mean()
+
+
 def right(logits: torch.Tensor, batch: Any) -> Any:
     return (logits.argmax(-1) == batch["shift_labels"]).float().mean()
 
@@ -44,7 +54,10 @@ def steps_between(logits: torch.Tensor, batch: Any) -> Any:
 
 METRICS: dict[str, Callable[..., Any]] = {
     metric.__name__: metric
-    for metric in (accuracy, of_predictions, of_entropy, right, steps_between)
+    for metric in (
+        *(accuracy, of_predictions, of_entropy, of_log_probabilities, padded),
+        *(right, steps_between),
+    )
 }
 
 
@@ -77,7 +90,10 @@ def said_by(rank: int, world_size: int, metric: str, ulysses: int, shifted: bool
 
 @pytest.mark.parametrize(
     ("metric", "ranks", "ulysses"),
-    [("accuracy", 2, 1), ("of_predictions", 2, 2), ("of_entropy", 4, 2)],
+    [
+        *(("accuracy", 2, 1), ("of_predictions", 2, 2), ("of_entropy", 4, 2)),
+        *(("of_log_probabilities", 2, 1), ("padded", 2, 1)),
+    ],
 )
 def test_a_metric_of_shifted_logits_is_told_once(metric: str, ranks: int, ulysses: int) -> None:
     first, *others = run_ranks(ranks, said_by, metric, ulysses, False)
