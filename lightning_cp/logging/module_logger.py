@@ -328,6 +328,10 @@ class ModuleLog:
         cache = value._forward_cache if isinstance(value, Metric) else None
         if isinstance(value, torch.Tensor) and not options.get("enable_graph"):
             value = value.detach().clone()  # the module may reuse the tensor
+        elif not isinstance(
+            value, (torch.Tensor, Metric)
+        ):  # Lightning's dtype of the step, not of its end
+            value = as_logged(torch.tensor(value, dtype=torch.float64, device=self._module.device))
 
         def emit(shown: torch.Tensor | None = None) -> None:
             with self._in_hook(where):
@@ -448,10 +452,8 @@ def numbers_in(metric: MeanMetric) -> torch.Tensor:
     return torch.where(weight == metric._update_count, total, 0.0).reshape(())
 
 
-def in_type_of(shown: torch.Tensor, value: Any) -> torch.Tensor:
+def in_type_of(shown: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return the reduced value in the type of the original one."""
-    if not isinstance(value, torch.Tensor):
-        return as_logged(shown)
     shown = shown.to(value)
     if not value.requires_grad:
         return shown

@@ -21,10 +21,13 @@ from lightning_cp.layout.axes import Flat
 from lightning_cp.loss.sequence import pick_positions
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.utils.patching import add_hook
-from lightning_cp.utils.tensors import to_device
+from lightning_cp.utils.tensors import to_device, to_list
 from lightning_cp.utils.tracing import exclude_from_compile
 
 _OTHER_POOLING = re.compile(r"\.(mean|sum|amax|max|gather)\(")
+
+_CHECKS = 8
+"""Padded batches of steps with gradients whose tokens are compared with the mask."""
 
 
 def has_row_head(model: Any) -> bool:
@@ -46,6 +49,7 @@ class RowHead:
         self._handle = handle
         self._model = model
         self._ids: torch.Tensor | None = None
+        self._checks = 0
         self.is_supported = self._attach()
         """The way in which the model takes a token is known."""
 
@@ -94,6 +98,7 @@ class RowHead:
             is_token = (ids != pad) & (positions < size)
             own = torch.where(is_token, positions, 0).amax(1)
             at = all_max(own, self._handle.mesh.group(Flat.CP))
+            self._check_not_masked(at, pad)
         return self._pick(scores, at)[:, None].expand_as(scores)
 
     def _first_of_input(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
@@ -135,6 +140,28 @@ class RowHead:
                 f"is padding in row {padded[0]} of the batch: in one process padding attends to the row's "
                 f"tokens, and here it has no attention. {instead}"
             )
+
+    def _check_not_masked(self, at: torch.Tensor, pad: int) -> None:
+        """Check that position ``at`` [B] of each row is a token of the mask, for rows with padding.
+
+        Reading ``at`` makes the host wait, so steps with gradients are checked a few times only: what pads a
+        batch is not the id of the config in all batches or in none.
+
+        Raises:
+            ConfigError: on every rank, the mask excludes a row's token.
+        """
+        assert self._handle.state is not None
+        documents = self._handle.state.layout.documents
+        if documents is None or (torch.is_grad_enabled() and self._checks >= _CHECKS):
+            return
+        self._checks += torch.is_grad_enabled()
+        for number, (row, chosen) in enumerate(zip(documents.rows, to_list(at), strict=False)):
+            if not any(start <= chosen < end for start, end in row):
+                raise ConfigError(
+                    f"{type(self._model).__name__} makes its output of position {chosen} of row {number}, "
+                    f"the last whose id is not pad_token_id={pad}, but attention_mask excludes it. Set "
+                    "config.pad_token_id to the id that pads the batch."
+                )
 
     def _pick(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         """Return the values [B, ...] of the tokens at positions ``at`` [B] of the whole rows."""

@@ -292,3 +292,31 @@ def logged_by_one_callback(rank: int, world_size: int) -> dict[str, float]:
 def test_a_callback_that_only_one_rank_has_may_log() -> None:
     """The module has no hooks, so that only this rank knows of one."""
     assert run_ranks(2, logged_by_one_callback, timeout=30) == [{"own": 3.0}, {}]
+
+
+class LogsNumbers(Small):
+    """Logs numbers of Python that float32 does not hold."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        self.log_dict({"tenth": 0.1, "many": 123_456_789.0})
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        self.log("hook", 0.3)
+
+
+def numbers_logged(
+    rank: int, world_size: int, settings: dict[str, Any] | None
+) -> dict[str, tuple[float, str]]:
+    torch.set_default_dtype(torch.float32)
+    if settings is None:
+        alone()
+    trainer = trainer_of(world_size, settings, precision="64-true")
+    trainer.fit(LogsNumbers(), loader(2))
+    return {name: (float(x), str(x.dtype)) for name, x in trainer.callback_metrics.items()}
+
+
+def test_numbers_of_a_step_in_double_precision_are_logged_as_they_are() -> None:
+    (want,) = run_ranks(1, numbers_logged, None)
+    assert want["tenth"] == (0.1, "torch.float64")
+    assert run_ranks(2, numbers_logged, SETTINGS["ring"]) == [want, want]

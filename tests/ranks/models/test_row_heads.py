@@ -176,6 +176,18 @@ def test_a_value_at_padding_is_refused_by_name() -> None:
     )
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_token_that_the_mask_excludes_is_refused_by_name(ranks: int) -> None:
+    """Rows are padded with another id than the config's: one process reads what padding attends to."""
+    settings = RING if ranks == 2 else {"mode": "ring"}
+    expect_on_every_rank(
+        *(ranks, trained, settings, "LlamaForSequenceClassification", "classes", "right"),
+        pad_token_id=2,
+        error=ConfigError,
+        match="position 28 of row 0, .* not pad_token_id=2, but attention_mask excludes it.*Set config",
+    )
+
+
 def test_a_head_of_another_kind_is_refused_by_name() -> None:
     name = "ModernBertForSequenceClassification"
     expect_on_every_rank(
