@@ -2,7 +2,7 @@
 
     python -m lightning_cp                          # the commands, a line each
     python -m lightning_cp train strategy=ring      # the same as python -m lightning_cp.train strategy=ring
-    eval "$(lightning-cp completion bash)"          # or zsh, fish; then: lightning-cp train strat<TAB>
+    eval "$(lightning-cp completion bash)"          # or zsh, fish; then: lightning-cp train strategy=<TAB>
 
 ``lightning-cp`` is the same program.
 """

@@ -35,7 +35,7 @@ def test_every_documented_command_is_listed(capsys: pytest.CaptureFixture[str]) 
         assert capsys.readouterr().out.strip() == listing()
 
 
-@pytest.mark.parametrize("words", [["trian"], ["completion"], ["completion", "tcsh"]])
+@pytest.mark.parametrize("words", [["trains"], ["completion"], ["completion", "tcsh"]])
 def test_what_is_no_command_is_refused(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
