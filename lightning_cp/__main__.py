@@ -59,7 +59,7 @@ def listing() -> str:
 
 def candidates(line: str) -> list[str]:
     """Return what may stand in place of the last word of a command line, which begins with the program."""
-    _, *words = line.split(" ")
+    _, *words = [*line.split(), *[""] * line.endswith(" ")]
     command, rest = words[0] if words else "", words[1:]
     if not rest:
         return [f"{name} " for name in (*COMMANDS, COMPLETION) if name.startswith(command)]
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """List, complete or start a command; return the exit status of what does not start one."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     match words:
-        case [] | ["-h" | "--help"]:
+        case [] | ["-h" | "--help"] | ["completion", "-h" | "--help"]:
             print(listing())
         case [command, *rest] if command in COMMANDS:
             sys.stdout.flush()

@@ -149,9 +149,10 @@ def read_batch(batch: Any, rules: BatchRules, *, needs_labels: bool) -> WholeBat
     check_any_known(tensors, dims, rules, needs_labels=needs_labels)
     lengths = {name: tensors[name].size(dim) for name, dim in dims.items()}
     if len(set(lengths.values())) > 1:
+        shapes = {name: tuple(tensors[name].shape) for name in dims}
         raise ShapeError(
-            f"the sequences of a batch must have one length, got {lengths} of shapes "
-            f"{ {name: tuple(tensors[name].shape) for name in dims} }. {_why_lengths(lengths)}"
+            f"the sequences of a batch must have one length, got {lengths} of shapes {shapes}. "
+            + _why_lengths(lengths, rules.label_key)
         )
     seq_len, rows = next(iter(lengths.values())), _rows(tensors, dims)
     check_declared(tensors, dims, rules, seq_len=seq_len, rows=rows, needs_labels=needs_labels)
@@ -172,13 +173,19 @@ def _rows(tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int]) -> int:
     return max((x.size(-2) for x in behind.values()), default=1)
 
 
-def _why_lengths(lengths: Mapping[str, int]) -> str:
+def _why_lengths(lengths: Mapping[str, int], label_key: str) -> str:
     others = {length for name, length in lengths.items() if name != POSITIONS}
     if len(others) == 1 and POSITIONS in lengths:
         (whole,) = others
         return (
             f"Give {POSITIONS} of the whole sequence, 0 to {whole - 1} (or restarting with each document): "
             "the strategy shards them along with the tokens."
+        )
+    tokens = {length for name, length in lengths.items() if name != label_key}
+    if len(tokens) == 1 and label_key in lengths:
+        return (
+            f"Give {label_key} one entry for each token, -100 where there is no target: with labels='shift' "
+            "the strategy shifts them, with labels='aligned' entry i is the target of token i."
         )
     return (
         "Batches of several loaders can be joined to one: pad them to one length and concatenate their "

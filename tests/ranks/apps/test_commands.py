@@ -30,7 +30,7 @@ def test_every_documented_command_is_listed(capsys: pytest.CaptureFixture[str]) 
     page = (ROOT / "docs/reference/cli.md").read_text()
     assert {name for name in COMMANDS if f"\n## {name}\n" in page} == set(COMMANDS)
     assert page.count("\n## ") == len(COMMANDS)
-    for asked in ([], ["--help"], ["-h"]):
+    for asked in ([], ["--help"], ["-h"], ["completion", "--help"]):
         assert main(asked) == 0
         assert capsys.readouterr().out.strip() == listing()
 
@@ -59,6 +59,7 @@ def test_a_command_is_started_with_its_arguments_and_status() -> None:
     [
         ("lightning-cp ", [*(f"{name} " for name in COMMANDS), "completion "]),
         ("lightning-cp com", ["compare ", "completion "]),
+        ("lightning-cp  com", ["compare ", "completion "]),
         ("lightning-cp completion ", ["bash", "zsh", "fish"]),
         ("lightning-cp checkpoint fi", []),
         ("lightning-cp nothing ", []),

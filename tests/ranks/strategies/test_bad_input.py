@@ -461,7 +461,7 @@ BATCHES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     ),
     "lengths differ": (
         ShapeError,
-        r"one length, got \{'input_ids': 32, 'labels': 30\}",
+        r"one length, got \{'input_ids': 32, 'labels': 30\}.*Give labels one entry for each token",
         lambda: {**whole(), "labels": torch.ones(1, 30, dtype=torch.long)},
     ),
     "too short": (ShapeError, "a sequence of 3 tokens is too short", lambda: whole(3)),
