@@ -229,7 +229,8 @@ def mask_function(handle: SwapHandle, before: str, *, dims: int = 4) -> Any:
             raise ConfigError(
                 f"the model made an attention mask of {q_length} queries and {kv_length} keys, but a rank's "
                 f"part of the sequence has {state.layout.local_len} tokens. Attention to another sequence "
-                "(cross-attention, prefixes, memories, an image tower) is not sharded."
+                "(cross-attention, prefixes, memories, an image tower) is not sharded, and a step has no "
+                "key/value cache. Call the model with this rank's whole part, and generate between steps."
             )
         visible = read_mask(mask_function, state.layout.seq_len)
         model = getattr(kwargs.get("config"), "model_type", "the model")
