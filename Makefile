@@ -14,7 +14,7 @@ help:
 	@echo "make test       create $(VENV) if needed, then run the tests of every change (tests/unit and tests/ranks)"
 	@echo "make test-all   the nightly tests as well: full matrices, mutants, sweeps of models (hours)"
 	@echo "make test-litgpt  the tests of LitGPT's models, in an environment beside $(VENV); make litgpt-table: their errors"
-	@echo "make test-trl   losses of the examples against TRL's own, in an environment beside $(VENV)"
+	@echo "make test-trl   losses of the examples against TRL's own, adapters of peft, in an environment beside $(VENV)"
 	@echo "make test-oldest  the tests with the oldest versions that are allowed, in an environment beside $(VENV)"
 	@echo "make gpu-check  tests and figures of one NVIDIA GPU (nothing is installed); of several: docs/guides/gpus.md"
 	@echo "make lint       ruff, pyright, import-linter, codespell"
@@ -57,13 +57,13 @@ $(LITGPT)/stamp: $(STAMPS)/dev
 TRL := $(VENV)-trl
 
 test-trl: $(TRL)/stamp
-	$(TRL)/bin/python -m pytest tests/unit/loss/test_trl.py
+	$(TRL)/bin/python -m pytest tests/unit/loss/test_trl.py tests/ranks/checkpoint/pretrained/test_adapters.py
 
 $(TRL)/stamp: $(STAMPS)/dev
 	$(BIN)/python -m venv --clear --without-pip $(TRL)
 	packages=$$($(BIN)/python $(PACKAGES)) \
 	  && echo "import site; site.addsitedir('$$packages')" > $$($(TRL)/bin/python $(PACKAGES))/beside.pth
-	$(BIN)/python -m pip --disable-pip-version-check --python $(TRL)/bin/python install -q trl==1.16.0 accelerate==1.15.0
+	$(BIN)/python -m pip --disable-pip-version-check --python $(TRL)/bin/python install -q trl==1.16.0 accelerate==1.15.0 peft==0.21.2
 	@touch $@
 
 OLDEST := $(VENV)-oldest
