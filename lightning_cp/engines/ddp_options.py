@@ -175,10 +175,12 @@ def check_known_options(options: Mapping[str, Any]) -> None:
     hints = [
         f" Did you mean {near[0]} instead of {name}?" for name, near in nearest.items() if near
     ]
-    raise ConfigError(
-        f"unknown argument(s) {', '.join(unknown)}.{''.join(hints)} Settings of this strategy: "
-        f"{', '.join(settings)}. Others are DDPStrategy's, such as find_unused_parameters."
-    )
+    if len(hints) < len(unknown):
+        hints.append(
+            f" Settings of this strategy: {', '.join(settings)}. Others are DDPStrategy's, such as "
+            "find_unused_parameters."
+        )
+    raise ConfigError(f"unknown argument(s) {', '.join(unknown)}.{''.join(hints)}")
 
 
 def _arguments(made: type) -> set[str]:

@@ -111,8 +111,12 @@ def fit(
         ({"mode": "hybrid", "ring_size": 1}, "mode='hybrid' needs both axes larger than 1"),
         (
             {"ulyses_size": 2},
-            r"unknown argument\(s\) ulyses_size\. Did you mean ulysses_size instead of ulyses_size\? "
-            r"Settings of this strategy: context_parallel_size, mode, .*Others are DDPStrategy's",
+            r"unknown argument\(s\) ulyses_size\. Did you mean ulysses_size instead of ulyses_size\?$",
+        ),
+        (
+            {"qqqq": 2},
+            r"unknown argument\(s\) qqqq\. Settings of this strategy: context_parallel_size, mode, .*"
+            "Others are DDPStrategy's",
         ),
         ({"find_unused_params": True}, "Did you mean find_unused_parameters instead"),
         ({"time_out": 5}, "Did you mean timeout instead"),
