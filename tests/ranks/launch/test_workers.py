@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -137,6 +138,24 @@ def test_parts_are_no_result_of_fabric(tmp_path: Path) -> None:
     (done,) = ranks(tmp_path, [{}], SCRIPTS / "fabric_returns.py", tmp_path, "fork", "parts")
     assert done.status == 1
     assert "lightning_cp.checkpoint.whole(x) of each" in done.output
+
+
+def order_of(folder: Path, strategy: str, devices: int) -> dict[str, list[str]]:
+    """The rows of each batch, by rank."""
+    (done,) = all_succeeded(ranks(folder, [{}], SCRIPTS / "shuffled.py", strategy, devices))
+    found: dict[str, list[str]] = {}
+    for rank, rows in re.findall(r"rank (\d) batch \d rows (\[[\d, ]+\])", done.output):
+        found.setdefault(rank, []).append(rows)
+    return found
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["ulysses_ring_fork", "ulysses_ring_spawn", "ulysses_ring"])
+def test_shuffled_samples_come_in_one_processs_order(strategy: str, tmp_path: Path) -> None:
+    want = order_of(tmp_path, "auto", 1)["0"]
+    assert len(want) == 3
+    assert want != ["[0, 1]", "[2, 3]", "[4, 5]"]
+    assert order_of(tmp_path, strategy, 2) == {"0": want, "1": want}
 
 
 def test_workers_draw_from_the_programs_random_state() -> None:
