@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,7 @@ IDS = torch.randint(0, 32, (3, 2, 24), generator=torch.Generator().manual_seed(3
 
 
 def adapted() -> Any:
-    import peft
-
+    peft: Any = import_module("peft")
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # peft's call
     torch.manual_seed(5)
     targets = ["q_proj", "v_proj"]
