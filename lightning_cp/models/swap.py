@@ -47,6 +47,7 @@ from lightning_cp.models.hf.swap import swap_hf
 from lightning_cp.models.litgpt import check_no_local_attention, litgpt_models, swap_litgpt
 from lightning_cp.models.sdpa import SDPA, sdpa_replacements
 from lightning_cp.utils.autograd_notes import Count, note_origin
+from lightning_cp.utils.labels import IGNORED_LABEL
 from lightning_cp.utils.patching import ChainedPatch, ReplacedFunction, add_hook
 from lightning_cp.utils.tracing import exclude_from_compile
 
@@ -170,11 +171,13 @@ def _noting_replacement(
 
     @functools.wraps(original)
     def noting(*args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = link.original(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return loss
+            return link.original(*args, **kwargs)
         handle = held()
         state = None if handle is None else handle.state
+        if state is not None and counted is _count_cross_entropy:
+            args, kwargs = _with_padding_ignored(*args, **kwargs)
+        loss = link.original(*args, **kwargs)
         if state is None or not (loss.requires_grad or state.losses is not None):
             return loss
         if is_functorch_wrapped_tensor(
@@ -193,6 +196,19 @@ def _noting_replacement(
         return loss
 
     return ReplacedFunction(home, name, noting, link)
+
+
+def _with_padding_ignored(
+    input: Any, target: Any, *args: Any, **kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a loss of classes with the strategy's padding, -100, as its ignored class.
+
+    PyTorch refuses targets of -100 where another class is ignored, so no target of one process is changed.
+    """
+    ignored = args[2] if len(args) > 2 else kwargs.get("ignore_index", IGNORED_LABEL)
+    if ignored != IGNORED_LABEL and not target.is_floating_point():
+        target = target.masked_fill(target == IGNORED_LABEL, ignored)
+    return (input, target, *args), kwargs
 
 
 def _count_cross_entropy(

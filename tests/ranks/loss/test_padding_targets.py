@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.data import DataLoader
 
 from lightning_cp.errors import ConfigError, LightningCPError
 from tests.helpers.pool import expect_on_every_rank, run_ranks
@@ -21,10 +22,12 @@ from tests.helpers.strategies.small import (
     ULYSSES,
     Batch,
     Settings,
+    Small,
     close,
     loader,
     trainer_of,
 )
+from tests.helpers.strategies.small import alone as alone_in_process
 from tests.ranks.loss.test_counts import OFF, Masked, refused, trained
 from tests.ranks.strategies.test_fabric import Loop
 
@@ -242,3 +245,38 @@ def on_one_device(rank: int, world_size: int) -> None:
 
 def test_one_device_has_no_padding() -> None:
     run_ranks(1, on_one_device)
+
+
+# -- a loss that ignores another class -----------------------------------------------------------------
+
+
+class IgnoresZero(Small):
+    """Its labels have no -100; the strategy pads them with it."""
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        logits = self.logits(batch).flatten(0, 1)
+        return F.cross_entropy(logits, batch["labels"].flatten(), ignore_index=0)
+
+
+def ignoring(rank: int, world_size: int, settings: Settings | None) -> dict[str, torch.Tensor]:
+    rows: Any = loader(4).dataset
+    labelled: Any = [{**row, "labels": row["labels"].clamp(min=1)} for row in rows]
+    module = IgnoresZero()
+    if settings is None:
+        alone_in_process()
+    batches: Any = DataLoader(labelled, batch_size=2)
+    trainer_of(world_size, settings).fit(module, batches)
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"), [(2, RING), (2, {**ULYSSES, **OFF}), (3, {**RING3, **OFF})], ids=str
+)
+def test_padding_is_ignored_by_a_loss_that_ignores_another_class(
+    ranks: int, settings: Settings
+) -> None:
+    assert LENGTH % ranks
+    (want,) = run_ranks(1, ignoring, None)
+    for got in run_ranks(ranks, ignoring, settings):
+        for name, x in want.items():
+            torch.testing.assert_close(got[name], x, rtol=1e-10, atol=1e-12)
