@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lightning_cp import ContextParallelMixin, UlyssesRingStrategy
+from lightning_cp.loss.counts import TargetCounts
 from lightning_cp.loss.review import RunLosses
 from lightning_cp.loss.terms import declared_count, divisor
 from lightning_cp.models.hf.pooling import RowHead
@@ -70,6 +71,7 @@ def remove_api() -> None:
     for name, method in OF_A_RANK.items():
         setattr(ContextParallelMixin, name, method)
     RunLosses.check = lambda *_, **__: None  # type: ignore[method-assign]
+    TargetCounts.note_padding = lambda *_: None  # type: ignore[method-assign]
     RowHead._attach = lambda _: True  # type: ignore[method-assign]  # pyright: ignore[reportPrivateUsage]
 
 

@@ -23,6 +23,7 @@ from lightning_cp.utils.patching import (
     ChainedPatch,
     PatchSet,
     ReplacedFunction,
+    original_function,
     without_garbage_collection,
 )
 from lightning_cp.utils.tracing import exclude_from_compile
@@ -134,15 +135,9 @@ def is_sdpa(value: object) -> bool:
     """True for PyTorch's function or a replacement of it."""
     if isinstance(value, FunctionType):
         return LINK in vars(value) and value.__name__ == SDPA
-    return isinstance(value, BuiltinFunctionType) and value is _builtin()
-
-
-def _builtin() -> object:
-    """Return PyTorch's own function, beneath all replacements."""
-    found: Any = F.scaled_dot_product_attention
-    while (link := getattr(found, LINK, None)) is not None:
-        found = link.original
-    return found
+    if not isinstance(value, BuiltinFunctionType):
+        return False
+    return value is original_function(F.scaled_dot_product_attention)
 
 
 def _disable_mha_fast_path() -> Callable[[], None]:

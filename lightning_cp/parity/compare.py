@@ -239,6 +239,8 @@ class TokenGradients:
     """True if one process has a gradient at one token of each row at most, and not at all of the same tokens
     as ranks.
     """
+    of_sequences: bool = False
+    """True if tokens share factors, as those of a row or a document do whose sum is taken."""
 
 
 def token_gradients(
@@ -265,15 +267,27 @@ def token_gradients(
     along = _relative_distance(own, factors * whole) <= tolerance.gradient
     equal = _relative_distance(own, factor * whole) <= tolerance.gradient
     most = not len(equal) or bool(equal.double().median())
-    told = (most, bool(along.all()) and not extra, bool(equal.all()))
-    most, along_all, equal_all = (not largest(float(not one), mesh) for one in told)
+    told = (
+        most,
+        bool(along.all()) and not extra,
+        bool(equal.all()),
+        _is_shared(factors, tolerance),
+    )
+    most, along_all, equal_all, shared_all = (not largest(float(not one), mesh) for one in told)
     own_factor = float(factor) if len(factors) else None
     shared = None if own_factor is None else own_factor / (parallel.share or 1.0)
     fixed = [_is_same(value, mesh, tolerance) for value in (own_factor, shared)]
     others = equal_all and _is_of_other_tokens(own_factor, parallel.share, mesh, tolerance)
     is_few = int((a.abs().sum(-1) > 0).sum()) <= len(a) if a is not None else False
     one_a_row = bool(largest(float(extra), mesh)) and not largest(float(not is_few), mesh)
-    return TokenGradients(most, along_all, equal_all and any(fixed), others, one_a_row)
+    return TokenGradients(most, along_all, equal_all and any(fixed), others, one_a_row, shared_all)
+
+
+def _is_shared(factors: torch.Tensor, tolerance: Tolerance) -> bool:
+    """True if there are at most half as many factors as tokens."""
+    ordered = factors.flatten().sort().values
+    steps = ordered.diff() > tolerance.gradient * ordered.abs().max() if len(ordered) else ordered
+    return 2 * int(steps.sum()) < max(len(ordered), 1)
 
 
 def _is_of_other_tokens(

@@ -266,6 +266,9 @@ def _factor_cause(tokens: TokenGradients, *, is_declared: bool) -> Diagnosis:
     if tokens.one_factor:
         by = "which depends on how many targets its rank has, at most"
         return Diagnosis(Cause.UNSCALED_LOSS, f"{what}, {by}")
+    if not tokens.of_sequences:
+        by = "another one for each token, as in a sum of terms of which one is no mean over targets"
+        return Diagnosis(Cause.NO_MEAN, f"{what}, {by}")
     return Diagnosis(Cause.OF_SEQUENCES, f"{what}, another one for each rank or row")
 
 

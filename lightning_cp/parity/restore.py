@@ -22,7 +22,7 @@ from lightning_cp.parity.replay import is_strided
 from lightning_cp.parity.snapshot import Snapshot, restore_values
 from lightning_cp.randomness.functions import without_dropout
 from lightning_cp.utils.dtensor import local_part
-from lightning_cp.utils.patching import PatchSet
+from lightning_cp.utils.patching import PatchSet, original_function
 
 _LOGS = ("log", "log_dict", RATIO_HOOK)
 
@@ -74,7 +74,9 @@ class _NoDropout(TorchFunctionMode):
             return args[0] if args else given["input"]
         if func in _NUMBERS:
             return func(args[0].detach())
-        return func(*args, **given)
+        # PyTorch finds a function by its name, which may refer to a replacement: a loss that was kept from
+        # before setup would be known here, and in no step.
+        return original_function(func)(*args, **given)
 
 
 _NUMBERS = {torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__complex__}

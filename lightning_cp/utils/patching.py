@@ -92,6 +92,13 @@ class ReplacedFunction(NamedTuple):
     link: ChainedPatch
 
 
+def original_function(function: Any) -> Any:
+    """Return the function beneath all replacements of ours, or the function itself."""
+    while (link := getattr(function, LINK, None)) is not None:
+        function = link.original
+    return function
+
+
 class PatchSet:
     """Replacements by one owner, undone in reverse order.
 

@@ -147,6 +147,20 @@ def test_a_mean_by_hand_is_exact_once_it_was_declared_or_checked(let: str) -> No
         close(got, alone(mean_by_hand))
 
 
+KEPT = partial(F.cross_entropy, label_smoothing=0.1)
+"""Refers to PyTorch's function, which no strategy replaces within it."""
+
+
+def of_a_kept_function(loop: Loop, batch: Batch) -> torch.Tensor:
+    return KEPT(loop.logits(batch).flatten(0, 1), batch["labels"].flatten())
+
+
+def test_a_function_that_is_kept_from_before_setup_is_exact_once_it_was_checked() -> None:
+    """The check must see it as the steps do, not as a known loss."""
+    for got in run_ranks(2, trained, RING, of_a_kept_function, "checked"):
+        close(got, alone(of_a_kept_function))
+
+
 def by_hand_from_the_second_step_on(loop: Loop, batch: Batch) -> torch.Tensor:
     return (mean_by_hand if loop.optimizer.state else Loop.loss)(loop, batch)
 

@@ -96,7 +96,7 @@ NAMED: dict[tuple[str, str], str] = {
     ("own mean", NONE): OWN,
     ("own mean", ALIGNED): TOKENS,
     ("own mean beside", NONE): OWN,
-    ("own mean beside", ALIGNED): OF_ROWS,
+    ("own mean beside", ALIGNED): NO_MEAN,
     ("other mask", NONE): COUNT,
     ("other mask", ALIGNED): COUNT,
     ("rows counted", NONE): COUNT,
