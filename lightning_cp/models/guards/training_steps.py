@@ -2,8 +2,8 @@
 
 A step that shifts logits against labels itself is wrong at every seam: a metric of ``logits[:, :-1]`` and
 ``labels[:, 1:]`` lacks each rank's last token, and crosses from one piece of the sequence into another. The
-first step of each kind (with and without gradients) records the indices that ``Tensor.__getitem__`` receives,
-and a warning names them; no values are read, and later steps are not observed.
+first step of each kind (with and without gradients) records what indexing, ``narrow``, ``roll`` and ``pad``
+receive, and a warning names the line; no values are read, and later steps are not observed.
 
 Noise is checked before the first step. Configs and modules show attention dropout. NEFTune's noise shows by
 the attribute that transformers and TRL set on an embedding for their hook; that hook scales the noise by the
@@ -12,18 +12,21 @@ length it sees.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from lightning_cp import error_display as console
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle, attention_modules
 from lightning_cp.models.swap import config_value, hf_models
+from lightning_cp.utils.patching import PatchSet
 
 _DROPOUTS = (
     *("attention_dropout", "attn_dropout", "attn_pdrop"),
@@ -89,31 +92,47 @@ class Cuts:
         self._length = length
         self._without_last: list[Cut] = []
         self._without_first: list[Cut] = []
-        self._padded: list[console.SourceLine] = []
-        """Cuts of integers that were padded before, so that they keep the length of the logits."""
+        self._whole: list[console.SourceLine] = []
+        """Shifts of integers that keep the length of the logits: rolled, or padded before or after a cut."""
+        self._short: list[weakref.ref[torch.Tensor]] = []
+        """Integers without their first token."""
 
-    def note(self, x: torch.Tensor, index: Any) -> None:
-        """Record ``x[index]`` if it cuts off the first or the last token."""
-        if x.dim() not in (2, 3) or x.shape[1] - self._length not in (0, 1):
-            return
-        taken = _along_the_sequence(index, x.dim())
-        if taken is None:
-            return
+    def note(self, name: str, result: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Record a call of one of ``_FUNCTIONS``, if it shifts or cuts off the first or the last token."""
+        if name == "pad":
+            if any(one() is x for one in self._short):
+                self._whole.append(console.user_line())
+        elif name == "roll":
+            self._note_roll(x, *args, **kwargs)
+        elif x.dim() in (2, 3) and x.shape[1] - self._length in (0, 1):
+            index = _narrowed(x, *args, **kwargs) if name == "narrow" else args[0]
+            taken = _along_the_sequence(index, x.dim())
+            if taken is not None:
+                self._note_cut(x, taken, result)
+
+    def _note_roll(self, x: torch.Tensor, shifts: Any = None, dims: Any = None) -> None:
+        is_sequence = x.shape[1:] == (self._length,) and x.dtype in _INTEGERS
+        if is_sequence and shifts in (-1, (-1,), [-1]) and dims in (1, -1, (1,), (-1,), [1], [-1]):
+            self._whole.append(console.user_line())
+
+    def _note_cut(self, x: torch.Tensor, taken: slice, result: torch.Tensor) -> None:
         integers = x.dim() == 2 and x.dtype in _INTEGERS
         if x.shape[1] > self._length:
             if integers and taken.start == 1 and taken.stop in (None, x.shape[1]):
-                self._padded.append(console.user_line())
+                self._whole.append(console.user_line())
             return
         cut = Cut(weakref.ref(x), integers, console.user_line())
         if taken.start in (None, 0) and taken.stop in (-1, self._length - 1):
             self._without_last.append(cut)
         elif taken.start == 1 and taken.stop in (None, self._length):
             self._without_first.append(cut)
+            if integers:
+                self._short.append(weakref.ref(result))
 
     @property
     def shift(self) -> console.SourceLine | None:
-        """Source line that shifts: padded integers without the first token; or integers without the first
-        token beside another tensor without the last.
+        """Source line that shifts: integers that keep their length; or integers without the first token
+        beside another tensor without the last.
 
         A tensor that is cut both ways is compared with itself, such as differences of positions.
         """
@@ -121,7 +140,7 @@ class Cuts:
         others = [one for one in last if not any(one.is_of(other) for other in first)]
         targets = [one for one in first if not any(one.is_of(other) for other in last)]
         lines = [one.line for one in targets if one.integers]
-        found = self._padded or (lines if others else [])
+        found = self._whole or (lines if others else [])
         return found[0] if found else None
 
 
@@ -141,39 +160,56 @@ def _along_the_sequence(index: Any, dims: int) -> slice | None:
     return parts[1] if parts[1].step in (None, 1) else None
 
 
-_watching: list[Cuts] = []
-"""Active recordings; one function replaces ``Tensor.__getitem__`` while there are any."""
+def _narrowed(x: torch.Tensor, dim: int, start: Any, length: int) -> tuple[slice, ...] | None:
+    """Return the index that ``narrow`` along the sequence is."""
+    if dim % x.dim() != 1 or not isinstance(start, int):
+        return None
+    start %= x.shape[1]
+    return (slice(None), slice(start, start + length))
 
-_original = torch.Tensor.__getitem__
+
+_FUNCTIONS: tuple[tuple[Any, str], ...] = (
+    *((torch.Tensor, name) for name in ("__getitem__", "narrow", "roll")),
+    *((torch, "narrow"), (torch, "roll"), (F, "pad")),
+)
+"""Functions that can shift a tensor; others replace them while a step is observed."""
+
+_watching: list[Cuts] = []
+"""Active recordings, which share the replacements."""
+
+_replacements = PatchSet()
 
 
 def _start_recording(cuts: Cuts) -> None:
     if not _watching:
-        torch.Tensor.__getitem__ = _getitem  # type: ignore[method-assign]
+        for owner, name in _FUNCTIONS:
+            _replacements.put_value(owner, name, _noting(getattr(owner, name)))
     _watching.append(cuts)
 
 
 def _stop_recording(cuts: Cuts) -> None:
     _watching.remove(cuts)
     if not _watching:
-        del torch.Tensor.__getitem__  # inherited
+        _replacements.undo()
 
 
-def _getitem(x: torch.Tensor, index: Any) -> Any:
-    if not torch.compiler.is_compiling():
-        for cuts in _watching:
-            cuts.note(x, index)
-    return _original(x, index)
+def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)  # tensor subclasses identify functions by name
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if args and not torch.compiler.is_compiling():
+            for cuts in _watching:
+                cuts.note(original.__name__, result, *args, **kwargs)
+        return result
 
-
-_getitem.__name__ = "__getitem__"  # tensor subclasses identify functions by name
+    return call
 
 
 _SHIFT_WARNING = (
     "the step cuts off the last of a rank's tokens in one tensor and the first in another ([:, :-1] against "
-    "[:, 1:], or padded labels), which is wrong at every seam between ranks. Compare the whole logits with "
-    "batch['shift_labels'], the target of each token (there if labels='shift', or if a Hugging Face model "
-    "shifts); where labels='aligned', with the labels as they are."
+    "[:, 1:], or rolled or padded labels), which is wrong at every seam between ranks. Compare the whole "
+    "logits with batch['shift_labels'], the target of each token (there if labels='shift', or if a Hugging "
+    "Face model shifts); where labels='aligned', with the labels as they are."
 )
 
 
