@@ -28,7 +28,6 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_cp.checkpoint.pretrained.meta_init import initialise
@@ -43,7 +42,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.layout.axes import Axis, Flat
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.models.blocks import blocks_of, matches
-from lightning_cp.utils.dtensor import is_on_meta, local_part
+from lightning_cp.utils.dtensor import gathering_parts, is_on_meta, local_part
 from lightning_cp.utils.patching import add_hook
 
 # Optimizers made before their model was sharded, and the parameters that they step and zero.
@@ -240,7 +239,7 @@ class ShardedEngine:
         # Without a backward after a forward, nothing would free the gathered parameters.
         after = root.after_forward if "forward" in methods else root.shard
         add_hook(module.register_forward_hook, lambda *_: after())
-        root.follow_calls(_callable_parts(module), lambda: self.before_exchange())
+        root.follow_calls(gathering_parts(module), lambda: self.before_exchange())
         zero = module.zero_grad
 
         def zero_grad(set_to_none: bool = True) -> None:
@@ -429,15 +428,6 @@ class ShardedEngine:
 
     def _alive(self) -> list[FsdpGradients]:
         return [root for root in self._roots if root.module is not None]
-
-
-def _callable_parts(root: nn.Module) -> Iterator[nn.Module]:
-    """The units of a model, and the modules with sharded parameters that hold units or are in none."""
-    for child in root.children():
-        if any(isinstance(p, DTensor) for p in child.parameters()):
-            yield child
-            if not isinstance(child, FSDPModule):
-                yield from _callable_parts(child)
 
 
 def _states(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -23,9 +24,26 @@ def is_on_meta(module: torch.nn.Module) -> bool:
 
 
 def is_sharded(module: torch.nn.Module) -> bool:
-    """True if FSDP wraps a part of it; by class names, so that FSDP need not be imported."""
-    kinds = {kind.__name__ for part in module.modules() for kind in type(part).__mro__}
-    return bool(kinds & {"FSDPModule", "FullyShardedDataParallel"})
+    """True if FSDP wraps a part of it."""
+    return any(map(is_unit, module.modules()))
+
+
+def is_unit(module: torch.nn.Module) -> bool:
+    """True if FSDP wraps the module itself; by class names, so that FSDP need not be imported."""
+    names = {kind.__name__ for kind in type(module).__mro__}
+    return bool(names & {"FSDPModule", "FullyShardedDataParallel"})
+
+
+def gathering_parts(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the units of a model, and the modules with sharded parameters that hold units or are in none.
+
+    A call of one of them outside of the root's forward gathers parameters, with all ranks.
+    """
+    for child in root.children():
+        if any(isinstance(p, DTensor) for p in child.parameters()):
+            yield child
+            if not is_unit(child):
+                yield from gathering_parts(child)
 
 
 _CACHES = (

@@ -223,7 +223,7 @@ def _module_calls(members: Sequence[_Member]) -> str:
     if not any(member.beat.module_call for member in members):
         return ""
     said = [
-        f"{m.name} {m.beat.place}, in {m.beat.module_call or 'none'}"
+        f"{m.name} {m.beat.place}, in {m.beat.module_call or 'none of them'}"
         for m in members
         if not m.has_left
     ]

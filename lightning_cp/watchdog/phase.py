@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.comm import waits
+from lightning_cp.utils.dtensor import gathering_parts, is_unit
 from lightning_cp.utils.patching import add_hook, strip_wrappers
 from lightning_cp.watchdog.device import DeviceQueue
 
@@ -355,11 +355,12 @@ class ProgressHooks:
             if own and not isinstance(parameter, DTensor):
                 hook = parameter.register_post_accumulate_grad_hook(count)
                 self._hooks.append(hook.remove)
+        root = next(filter(is_unit, module.modules()), None)
+        gathering = set(gathering_parts(root)) if root is not None else set()
         for name, part in module.named_modules():
-            if issubclass(type(part), FSDPModule):  # isinstance would hide that it is a module
-                self._follow_calls(
-                    strip_wrappers(name) or f"the {type(part).__name__.removeprefix('FSDP')}", part
-                )
+            if is_unit(part) or part in gathering:
+                whole = f"the {type(part).__name__.removeprefix('FSDP')}"
+                self._follow_calls(strip_wrappers(name) or whole, part)
         for part in module.modules() if attention else ():
             if _ATTENTION.search(type(part).__name__) and not isinstance(
                 part, nn.MultiheadAttention

@@ -87,7 +87,8 @@ class Fault:
         kind: of those above; or ``crawl``; or what is wrong with tensors: ``nan``, ``inf``; or with a batch:
             ``values``, ``shape``, ``dtype``, ``early``.
         rank: whose.
-        where: ``forward``, ``backward``, ``optimizer`` or ``loss``; ``data`` for batches.
+        where: ``forward``, ``backward``, ``optimizer`` or ``loss``; ``data`` for batches; ``again`` within a
+            step and ``between`` steps, where a rank is ``alone`` in calling the model.
     """
 
     def __init__(self, kind: str, rank: int, where: str) -> None:

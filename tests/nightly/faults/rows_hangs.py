@@ -49,6 +49,25 @@ def asleep(way: str, rank: int, where: str, *settings: str) -> Row:
     return Row(name, BOUND, run, check)
 
 
+def alone(rank: int, where: str, place: str, call: str) -> Row:
+    """It alone calls a part of a sharded model, as ``if is_global_zero: model.generate(...)`` does."""
+    settings = (FSDP, f"first_step_timeout={TIMEOUT:g}")
+
+    def check(done: Outcome) -> None:
+        other = 1 - rank
+        of_ranks = {rank: f"in call {call}", other: "in none of them"}
+        calls = "; ".join(f"{who(at, 2)} {place}, {of_ranks[at]}" for at in (0, 1))
+        line = f"first to stop: {who(other, 2)} {place}. Ranks have to call these modules together: {calls}"
+        assert done.last.endswith(line), done.output
+        assert done.statuses == (1, 1)
+
+    def run(folder: Path) -> Outcome:
+        return run_fault(folder, "trainer", 2, "alone", rank, where, *settings, ranks=2)
+
+    name = f"rank {rank} of 2 alone calls a part of the model {where} (trainer, {FSDP})"
+    return Row(name, BOUND, run, check)
+
+
 def asleep_on_one_terminal() -> Row:
     """All ranks write to one place: where they stand is said once, and the verdict last."""
 
@@ -127,6 +146,8 @@ HANGS = (
     asleep("trainer", 1, "forward"),
     asleep("fabric", 0, "backward"),
     asleep("trainer", 2, "backward", FSDP),
+    alone(0, "again", "at step 3, in forward", "2 of network.layers.0"),
+    alone(1, "between", "after step 3, between steps", "1 of network"),
     asleep_on_one_terminal(),
     crawling("trainer", 3),
     crawling("fabric", 2, "data_parallel_size=2"),

@@ -151,6 +151,8 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch: Any, index: int) -> Any:
         self.fault.step += 1
+        if self.fault.at("again"):
+            self.network(**batch)
         loss = self.network(**batch)
         if self.automatic_optimization:
             return loss
@@ -159,6 +161,11 @@ class Module(pl.LightningModule):
         self.manual_backward(loss)
         optimizer.step()
         return None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.fault.at("between"):
+            with torch.no_grad():
+                self.network(**batch)
 
     def configure_optimizers(self) -> Any:
         optimizer = FaultySGD(self.parameters(), lr=0.1, momentum=0.9)

@@ -14,6 +14,7 @@ from tests.nightly.faults.table import Row, every
 @pytest.mark.quick(
     "SIGKILL of rank 1 of 2 (fabric_spawn, started by Lightning, heard late)",
     "NaN on rank 1 of 2 in loss (trainer, saves=1)",
+    "rank 1 of 2 alone calls a part of the model between (trainer, data_parallel=fsdp)",
 )
 @pytest.mark.parametrize("row", every(), ids=lambda row: row.name)
 def test_a_fault(row: Row, tmp_path: Path) -> None:

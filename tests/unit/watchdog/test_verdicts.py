@@ -240,8 +240,8 @@ def test_the_line_of_a_timeout_says_which_call_each_rank_is_in() -> None:
         + "; ".join(f"rank {rank} at step 7, in backward" for rank in range(4))
         + ". Ranks have to call these modules together: "
         "rank 0 at step 7, in backward, in call 1 of net.layers.0; "
-        "rank 1 at step 7, in backward, in call 2 of net.layers.1; rank 2 at step 7, in backward, in none; "
-        "rank 3 at step 7, in backward, in none"
+        "rank 1 at step 7, in backward, in call 2 of net.layers.1; "
+        "rank 2 at step 7, in backward, in none of them; rank 3 at step 7, in backward, in none of them"
     )
     position.begin_micro_batch()
     assert position.module_call == ""
