@@ -13,6 +13,9 @@ LATER = "tests/ranks/parity/test_later_losses.py::test_"
 SEVERAL = "tests/ranks/loss/test_several_counts.py::test_"
 ENDS = "tests/ranks/strategies/test_fabric_ends.py::test_"
 
+ERRORS = "tests/ranks/launch/test_errors.py::test_"
+SHIFTS = "tests/ranks/models/test_shifts.py::test_a_metric_of_shifted_logits_is_told_once"
+
 CLOSURES = "tests/ranks/strategies/test_closures.py::test_"
 
 GUARD_MUTANTS = (
@@ -252,5 +255,102 @@ GUARD_MUTANTS = (
             "tests/ranks/logging/test_evaluated_counts.py::test_rows_without_targets_on_a_rank_are_said",
         ),
         "A mean over rows shows NaN without a word, where one process has a number.",
+    ),
+    Mutant(
+        "a check sees a loss that was kept from before setup as known",
+        "lightning_cp/parity/restore.py",
+        "return original_function(func)(*args, **given)",
+        "return func(*args, **given)",
+        (
+            "tests/ranks/loss/test_loss_kinds.py::"
+            "test_a_function_that_is_kept_from_before_setup_is_exact_once_it_was_checked",
+        ),
+        "A cross-entropy in a partial is refused although the check agreed with it.",
+    ),
+    Mutant(
+        "factors of each token are those of whole sequences",
+        "lightning_cp/parity/compare.py",
+        "return 2 * int(steps.sum()) < max(len(ordered), 1)",
+        "return True",
+        (
+            "tests/ranks/parity/test_row_losses.py::"
+            "test_the_first_check_names_them[own mean beside-aligned]",
+        ),
+        "The check names sums of sequences where a rank's own mean is the cause.",
+    ),
+    Mutant(
+        "rolled labels are not looked at",
+        "lightning_cp/models/guards/training_steps.py",
+        'elif name == "roll":',
+        'elif name == "rolled":',
+        (f"{SHIFTS}[rolled-2-1]",),
+        "A metric of rolled labels is off at every seam without a word.",
+    ),
+    Mutant(
+        "labels that are padded after a cut are not looked at",
+        "lightning_cp/models/guards/training_steps.py",
+        "if any(one() is x for one in self._short):",
+        "if not self._short:",
+        (f"{SHIFTS}[padded_after-2-1]",),
+        "A metric of labels that were cut and padded is off at every seam without a word.",
+    ),
+    Mutant(
+        "calls of a root's parts are not named",
+        "lightning_cp/watchdog/phase.py",
+        "if is_unit(part) or part in gathering:",
+        "if is_unit(part):",
+        (
+            "tests/ranks/watchdog/test_table.py::"
+            "test_a_fault[rank 1 of 2 alone calls a part of the model between (trainer, data_parallel=fsdp)]",
+        ),
+        "Of a rank that alone calls generate the timeout says 'between steps'.",
+    ),
+    Mutant(
+        "no rank waits until the others have shown whole errors",
+        "lightning_cp/error_display.py",
+        'self._leave("card", "full", self._place.name, "", "")\n        self._wait(',
+        'self._leave("card", "full", self._place.name, "", "")\n        (lambda *_: None)(',
+        (f"{ERRORS}no_rank_ends_before_all_have_shown_their_whole_errors",),
+        "Lightning ends a rank before its traceback is shown.",
+    ),
+    Mutant(
+        "a head's token is not looked up in the mask",
+        "lightning_cp/models/hf/pooling.py",
+        "            self._check_not_masked(at, pad)\n",
+        "            pass\n",
+        (
+            "tests/ranks/models/test_row_heads.py::test_a_token_that_the_mask_excludes_is_refused_by_name",
+        ),
+        "A head over rows that are padded with another id takes its value from padding.",
+    ),
+    Mutant(
+        "random numbers for a part of the tokens are not asked about",
+        "lightning_cp/randomness/token_draws.py",
+        "            self._warn_of_part(tuple(shape), rows, count)\n",
+        "",
+        ("tests/unit/models/test_token_draws.py::test_a_part_of_each_row_s_tokens_is_asked_about",),
+        "Dropout of a chunk of tokens is the same on all ranks without a word.",
+    ),
+    Mutant(
+        "numbers are logged in single precision",
+        "lightning_cp/logging/module_logger.py",
+        "torch.tensor(value, dtype=torch.float64, device=",
+        "torch.tensor(value, dtype=torch.float32, device=",
+        (
+            "tests/ranks/logging/test_logging.py::"
+            "test_numbers_of_a_step_in_double_precision_are_logged_as_they_are",
+        ),
+        "A number of Python is logged with other digits than one process logs.",
+    ),
+    Mutant(
+        "padding is no class that a loss ignores",
+        "lightning_cp/models/swap.py",
+        "if state is not None and counted is _count_cross_entropy:",
+        "if state is None:",
+        (
+            "tests/ranks/loss/test_padding_targets.py::"
+            "test_padding_is_ignored_by_a_loss_that_ignores_another_class",
+        ),
+        "ignore_index=0 at a length that does not divide ends in an IndexError.",
     ),
 )

@@ -131,7 +131,9 @@ def fit(_: int, world_size: int, name: str, labels: str, settings: Settings) -> 
     trainer.fit(Losing(name, labels), loader)
 
 
-@pytest.mark.quick("sum forgotten-none", "pick forgotten-aligned", "own length-none")
+@pytest.mark.quick(
+    *("sum forgotten-none", "pick forgotten-aligned", "own length-none", "own mean beside-aligned")
+)
 @pytest.mark.parametrize(
     ("name", "labels"), NAMED, ids=[f"{name}-{labels}" for name, labels in NAMED]
 )
