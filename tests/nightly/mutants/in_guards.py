@@ -334,8 +334,8 @@ GUARD_MUTANTS = (
     Mutant(
         "numbers are logged in single precision",
         "lightning_cp/logging/module_logger.py",
-        "torch.tensor(value, dtype=torch.float64, device=",
-        "torch.tensor(value, dtype=torch.float32, device=",
+        "as_logged(torch.tensor(value, dtype=torch.float64, device=self._module.device))",
+        "torch.tensor(float(value), dtype=torch.float32, device=self._module.device)",
         (
             "tests/ranks/logging/test_logging.py::"
             "test_numbers_of_a_step_in_double_precision_are_logged_as_they_are",
