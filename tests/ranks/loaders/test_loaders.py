@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import lru_cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,11 +19,13 @@ from tests.helpers.pool import expect_on_every_rank, run_ranks
 from tests.helpers.pool.environment import PoolEnvironment
 from tests.helpers.strategies.small import (
     RING,
+    RING3,
     Batch,
     Settings,
     Small,
     Staged,
     close,
+    loader,
     samples,
     trainer_of,
     weights,
@@ -309,3 +313,26 @@ def attributes(rank: int, world_size: int) -> bool:
 @IN_A_WORKER
 def test_a_loader_keeps_its_attributes() -> None:
     assert run_ranks(2, attributes) == [True, True]
+
+
+SUGGESTED = "lightning.pytorch.trainer.connectors.data_connector.suggested_max_num_workers"
+
+
+def warned(rank: int, world_size: int, settings: Settings) -> tuple[list[str], tuple[bool, type]]:
+    """What a run says of its loader's workers where there could be seven; and the Trainer's loader."""
+    trainer = trainer_of(world_size, settings)
+    with warnings.catch_warnings(record=True) as seen, mock.patch(SUGGESTED, return_value=7):
+        warnings.simplefilter("always")
+        trainer.fit(Small(), loader(4))
+    its: Any = trainer.train_dataloader
+    texts = [str(one.message) for one in seen if "many workers" in str(one.message)]
+    return texts, (isinstance(its, DataLoader), type(its.dataset))
+
+
+@pytest.mark.parametrize(("ranks", "settings"), [(2, RING), (3, RING3)], ids=["ring", "ring 3"])
+def test_the_first_rank_warns_once_of_few_workers(ranks: int, settings: Settings) -> None:
+    (first, *others), loaders = zip(*run_ranks(ranks, warned, settings), strict=True)
+    (text,) = first
+    assert text.startswith("The 'train_dataloader' does not have many workers")
+    assert not any(others)
+    assert set(loaders) == {(True, list)}
