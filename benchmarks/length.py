@@ -4,6 +4,7 @@
     python -m benchmarks.length --only kept          # bytes per token per layer
     python -m benchmarks.length --only peaks --lengths 1024 2048 4096 8192 --ranks 1 2 4
     python -m benchmarks.length --only long --long 131072
+    python -m benchmarks.length --only peaks --vocabulary 1024 --picture docs/benchmarks/length.png
 
 A step of a small Llama (bfloat16, a vocabulary of 131072) runs through the strategy's own core, on gloo ranks
 of a ring. *Kept* are the bytes that forward saves for backward, taken from two numbers of layers and two
@@ -15,8 +16,9 @@ parameters: every storage that is made and freed is counted, temporaries inside 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -111,12 +113,15 @@ def kept_rows(sizes: ModelSizes, ranks: int) -> Iterator[list[str]]:
         yield [name, *(f"{number:,.0f}" for number in numbers)]
 
 
-def peak_rows(sizes: ModelSizes, lengths: Sequence[int], ranks: int) -> Iterator[list[str]]:
+def peaks(sizes: ModelSizes, lengths: Sequence[int], ranks: int) -> list[StepMemory]:
+    """Return what steps of these numbers of local tokens need."""
+    return [on_ranks(ranks, step, sizes, local, ALL)[0] for local in lengths]
+
+
+def peak_rows(ranks: int, found: Sequence[StepMemory]) -> Iterator[list[str]]:
     """Yield the rows of the second table for a number of ranks; the last row is the slope."""
-    found: list[StepMemory] = []
-    for local in lengths:
-        found.append(on_ranks(ranks, step, sizes, local, ALL)[0])
-        yield _row(ranks, found[-1])
+    for one in found:
+        yield _row(ranks, one)
     if len(found) > 1:
         by_token = [
             np.polyfit([x.local_tokens for x in found], [getattr(x, name) for x in found], 1)[0]
@@ -134,6 +139,53 @@ def _row(ranks: int, spent: StepMemory) -> list[str]:
     ]
 
 
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+"""Of Okabe and Ito, which differ for all kinds of colour vision."""
+
+
+def draw(found: Mapping[int, Sequence[StepMemory]], path: Path) -> None:
+    """Draw a rank's peak against the sequence's length, and the length at the same peak against ranks."""
+    from matplotlib.figure import Figure  # needs no display
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    figure: Any = Figure(figsize=(9, 3.4), layout="constrained")
+    memory, length = figure.subplots(1, 2)
+    for color, marker, (ranks, steps) in zip(COLORS, "os^D", found.items(), strict=False):
+        name = f"{ranks} ranks" if ranks > 1 else "one process"
+        x, y = ([ranks * x.local_tokens for x in steps], [x.peak / 1e6 for x in steps])
+        memory.plot(x, y, marker=marker, color=color, label=name)
+    memory.set(
+        xlabel="tokens in the sequence", ylabel="peak MB of a rank", title="Memory of a step"
+    )
+    limit = next(iter(found.values()))[-1].peak
+    counts = list(found)
+    fit = [max(n * x.local_tokens for x in found[n] if x.peak <= 1.01 * limit) for n in counts]
+    length.plot(counts, fit, marker="o", color=COLORS[0], label="measured")
+    ideal = [fit[0] * n / counts[0] for n in counts]
+    length.plot(counts, ideal, "--", color="#777777", label="in proportion to ranks", zorder=0)
+    length.set(
+        xlabel="ranks that share the sequence",
+        ylabel="tokens in the sequence",
+        title=f"Length at a peak of {limit / 1e6:,.0f} MB",
+    )
+    thousands = FuncFormatter(lambda value, _: f"{value:,.0f}")
+    for panel, ticks in (
+        (memory, sorted({x for line in memory.lines for x in line.get_xdata()})),
+        (length, counts),
+    ):
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log", base=2)
+        panel.set_xticks(ticks)
+        panel.xaxis.set_major_formatter(thousands)
+        panel.yaxis.set_major_formatter(thousands)
+        panel.xaxis.set_minor_locator(NullLocator())
+        panel.yaxis.set_minor_locator(NullLocator())
+        panel.grid(color="#dddddd")
+        panel.legend(frameon=False)
+    length.set_yticks(fit)
+    figure.savefig(path, dpi=120)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print the tables."""
     parser = argument_parser(__doc__)
@@ -148,6 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--vocabulary", type=int, default=ModelSizes.vocabulary, help="of the model"
     )
+    parser.add_argument("--picture", type=Path, help="draw the peaks into this file")
     given = parser.parse_args(arguments)
     sizes = ModelSizes(vocabulary=given.vocabulary)
     if given.only in (None, "kept"):
@@ -155,11 +208,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(table.markdown_table(KEPT, kept_rows(sizes, 2)), end="\n\n", flush=True)
     if given.only in (None, "peaks"):
         print(f"{sizes}, {ALL}\n")
-        rows = [row for ranks in given.ranks for row in peak_rows(sizes, given.lengths, ranks)]
+        found = {ranks: peaks(sizes, given.lengths, ranks) for ranks in given.ranks}
+        rows = [row for ranks, steps in found.items() for row in peak_rows(ranks, steps)]
         print(table.markdown_table(PEAKS, rows), end="\n\n", flush=True)
+        if given.picture is not None:
+            draw(found, given.picture)
     if given.only == "long":
         ranks = max(given.ranks)
-        rows = peak_rows(sizes, [given.long // ranks], ranks)
+        rows = peak_rows(ranks, peaks(sizes, [given.long // ranks], ranks))
         print(table.markdown_table(PEAKS, rows))
 
 

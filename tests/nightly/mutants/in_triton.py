@@ -119,7 +119,7 @@ TRITON_MUTANTS = (
         HOST,
         'OF_K="k" in results,',
         "OF_K=True,",
-        (triton("dk_and_dv_of_two_launches[cpu]", "_tile_lists"),),
+        (triton("dk_and_dv_of_two_launches[cpu-bands]", "_tile_lists"),),
         "On Blackwell alone, with heads of 256, dk of all hops but the first is twice as large.",
     ),
     Mutant(
