@@ -160,9 +160,9 @@ def draw(found: Mapping[int, Sequence[StepMemory]], path: Path) -> None:
     limit = next(iter(found.values()))[-1].peak
     counts = list(found)
     fit = [max(n * x.local_tokens for x in found[n] if x.peak <= 1.01 * limit) for n in counts]
-    length.plot(counts, fit, marker="o", color=COLORS[0], label="measured")
     ideal = [fit[0] * n / counts[0] for n in counts]
-    length.plot(counts, ideal, "--", color="#777777", label="in proportion to ranks", zorder=0)
+    length.plot(counts, ideal, color="#cccccc", linewidth=7, label="in proportion to ranks")
+    length.plot(counts, fit, marker="o", color=COLORS[0], label="measured")
     length.set(
         xlabel="ranks that share the sequence",
         ylabel="tokens in the sequence",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,10 +73,12 @@ def _loss(rank: int, world_size: int, sizes: ModelSizes, settings: Any) -> float
 
 @pytest.mark.nightly  # a process for each row
 def test_tables_are_printed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(length, "WAYS", {"none": {}})
-    main(["--lengths", "64", "128", "--ranks", "1", "2", "--vocabulary", "256"])
+    sizes = ["--lengths", "64", "128", "--ranks", "1", "2", "--vocabulary", "256"]
+    main([*sizes, "--picture", str(tmp_path / "length.png")])
+    assert (tmp_path / "length.png").stat().st_size > 10_000
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("| none") for line in lines) == 1
     assert [line.split("|")[3].strip() for line in lines if line.startswith("| 2 ")] == [
