@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cp.comm.all_gather import all_gather
-from lightning_cp.comm.groups import gloo_group, lasts, mesh_of_groups, warm_up
+from lightning_cp.comm.groups import flatten, gloo_group, lasts, mesh_of_groups, warm_up
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.layout.axes import FLATTENED, Axis, Flat
@@ -76,8 +76,7 @@ class ContextParallelMesh:
                 self._meshes[flat] = self._meshes[axes[0]]
                 continue
             names = tuple(axis.value for axis in axes)
-            # PyTorch has no public name for it.
-            self._meshes[flat] = self.device_mesh[names]._flatten(flat.value)  # pyright: ignore[reportPrivateUsage]
+            self._meshes[flat] = flatten(self.device_mesh[names], flat.value)
         self._groups = {axis: mesh.get_group() for axis, mesh in self._meshes.items()}
         self._ranks = {axis: mesh.get_local_rank() for axis, mesh in self._meshes.items()}
         self._control = self._control_groups()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 # Before there is a world: its functions have the world's group for a default, which they would keep alive
 # until Python exits. PyTorch 2.14 imports it with the first part of a mesh.
 import torch.distributed.nn
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cp.errors import ConfigError
@@ -43,6 +44,28 @@ def mesh_of_groups(
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=mesh_dim_names)
 
 
+def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Make one axis of a mesh's axes, by a name of its own; one of all ranks takes the world's group."""
+    with _without_twins(_world()):
+        return mesh._flatten(name)  # PyTorch has no public name for it
+
+
+@contextmanager
+def _without_twins(world: dist.ProcessGroup) -> Iterator[None]:
+    """A block in which a mesh's axis of all ranks takes the world's group also if that is gloo's.
+
+    Where there are GPUs PyTorch makes another group for it, in 2.10 one whose messages between GPUs are
+    NCCL's: those that were to be gloo's, such as of ranks that share a GPU, which NCCL refuses.
+    """
+    own = device_mesh.get_backend  # pyright: ignore[reportPrivateImportUsage]
+    if dist.get_backend(world) == "gloo":
+        device_mesh.get_backend = lambda *_: "undefined"
+    try:
+        yield
+    finally:
+        device_mesh.get_backend = own
+
+
 def gloo_group(partition: torch.Tensor) -> dist.ProcessGroup:
     """Make groups for CPU messages and return this rank's; ``partition`` is ``[groups, ranks]``.
 
@@ -55,12 +78,12 @@ def gloo_group(partition: torch.Tensor) -> dist.ProcessGroup:
     if len(partition) == 1 and dist.get_backend(world) == backend:
         return world
     if partition.shape[1] == 1 and _is_eager(world):
-        return _group_of_one(partition)
+        return _group_of_one(partition, backend)
     return group_of(partition, backend)
 
 
-def _group_of_one(ranks: torch.Tensor) -> dist.ProcessGroup:
-    """Return a group of this rank alone.
+def _group_of_one(ranks: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup:
+    """Return a group of this rank alone; ``backend`` is that of a real one, the world's if it is ``None``.
 
     One of the ``fake`` backend copies what a single rank would receive. It has no communicator, which NCCL
     makes for each group at once, and no threads. Where it would be wrong, all ranks make groups together.
@@ -71,7 +94,7 @@ def _group_of_one(ranks: torch.Tensor) -> dist.ProcessGroup:
             return found
     # Not with use_local_synchronization: it names groups by ranks and how many groups there are, which
     # is the name of a group that still exists once another one was destroyed.
-    return group_of(ranks.reshape(-1, 1))
+    return group_of(ranks.reshape(-1, 1), backend)
 
 
 def _fake_group() -> dist.ProcessGroup | None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from typing_extensions import override
 
-from lightning_cp.kernels.devices import pre_ampere_obstacle
+from lightning_cp.kernels.devices import pre_ampere_obstacle, window_obstacle
 from lightning_cp.kernels.merge import Accumulator, GradientSums
 from lightning_cp.kernels.per_tile import (
     Gradients,
@@ -87,6 +87,7 @@ class AtenCudaFlash(VarlenKernel):
         max_head_dim=256,
         head_dim_multiple=8,
         one_width=True,
+        no_bands=window_obstacle,
         obstacle=lambda: pre_ampere_obstacle("PyTorch's FlashAttention"),
     )
 

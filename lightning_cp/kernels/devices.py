@@ -47,8 +47,18 @@ def compute_capability() -> ComputeCapability | None:
 
 def flash_implementation() -> str | None:
     """Return the implementation of PyTorch's FlashAttention that was activated: FA3, FA4, or ``None``."""
-    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # torch 2.11
-    return None if current is None else current()
+    return torch.nn.attention.current_flash_attention_impl()
+
+
+FA4_HAS_WINDOWS = torch.__version__ >= "2.12"
+"""Before, PyTorch's call of FlashAttention-4 takes a window in forward, and refuses it in backward."""
+
+
+def window_obstacle() -> str | None:
+    """Return the reason if PyTorch's FlashAttention has no windows, as it was activated; else ``None``."""
+    if FA4_HAS_WINDOWS or flash_implementation() != "FA4":
+        return None
+    return f"FA4, which was activated, has no backward of windows in torch {torch.__version__}, from 2.12 on"
 
 
 def has_package_part(package: str, part: str) -> bool:

@@ -83,6 +83,8 @@ class Capabilities:
     """Features, as in ``Request.needs``."""
     no_packs: str = ""
     """Reason why it is not for packed rows; empty if it is."""
+    no_bands: Callable[[], str | None] | None = None
+    """Returns the reason if its band masks cannot be used here."""
     obstacle: Callable[[], str | None] | None = None
     """Returns the reason if it cannot run here at all (a missing package or device); called last."""
     only_by_name: frozenset[str] = frozenset()
@@ -101,6 +103,8 @@ class Capabilities:
                 return f"takes head dims divisible by {self.head_dim_multiple}, not {dim}"
         if missing := request.masks - self.masks:
             return f"has no {join_sorted(missing)} mask"
+        if "band" in request.masks and self.no_bands is not None and (reason := self.no_bands()):
+            return f"has no band mask: {reason}"
         if missing := request.needs - self.features:
             return f"has no {join_sorted(missing)}"
         if request.packed and self.no_packs:

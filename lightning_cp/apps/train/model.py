@@ -154,6 +154,7 @@ def model_on_meta(
         read = AutoConfig.for_model(kind, **settings)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(read, dtype=dtype)
+        model.tie_weights()  # transformers 5.0 does not on the meta device
     except ValueError as error:
         told = re.split(r" (?:Should contain|Model type should be) one of", str(error))[0]
         raise ConfigError(  # without the list of hundreds of others

@@ -9,6 +9,7 @@ import fsspec
 import lightning as L
 import pytest
 import torch
+from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -186,7 +187,7 @@ def runs(world_size: int, name: str, folder: str, io: Any) -> Any:
     again = boring_trainer(world_size, name, max_epochs=3, io=io)
     again.fit(BoringModel(), ckpt_path=keep.best_model_path)
     assert again.global_step == 6
-    system, place = fsspec.url_to_fs(folder)
+    system, place = url_to_fs(folder)
     return sorted(x.rpartition("/")[2] for x in system.ls(place, detail=False))
 
 

@@ -13,21 +13,27 @@ from lightning_cp.comm import groups
 from lightning_cp.comm.all_gather import start_all_gather, start_reduce_scatter
 from lightning_cp.comm.reduce import all_max, all_mean, all_sum, broadcast_tensors
 from lightning_cp.errors import ConfigError
+from lightning_cp.layout.axes import Flat
 from lightning_cp.mesh import ContextParallelMesh
 from tests.helpers.pool import run_ranks
 from tests.helpers.strategies.engine_runs import Cell, Outcome, execute
+from tests.helpers.versions import FAKE_RECEIVES
 
 
 def as_on_gpus() -> Any:
-    """Within it, meshes are made as in a world of NCCL's."""
-    return mock.patch.object(groups, "_group_of_one", side_effect=lambda _: groups._fake_group())
+    """Within it, meshes are made as in a world of NCCL's, but for the backend of a real group of one rank."""
+
+    def alone(ranks: torch.Tensor) -> dist.ProcessGroup:
+        return groups._fake_group() or groups.group_of(ranks.reshape(-1, 1))
+
+    return mock.patch.object(groups, "_group_of_one", side_effect=alone)
 
 
 def collectives(rank: int, world_size: int) -> None:
     with as_on_gpus():
         mesh = ContextParallelMesh(ring_size=world_size)
     group, x = mesh.group("tp"), torch.arange(6.0).view(2, 3) + rank
-    assert (dist.get_backend(group), group.size()) == ("fake", 1)
+    assert (dist.get_backend(group), group.size()) == ("fake" if FAKE_RECEIVES else "gloo", 1)
     for reduce in (all_sum, all_max, all_mean):
         assert torch.equal(reduce(x, group), x)
     for start in (start_all_gather, start_reduce_scatter):
@@ -46,10 +52,12 @@ def collectives(rank: int, world_size: int) -> None:
     assert torch.equal(kept, x)
     assert every == [{"rank": rank}]
     mesh.destroy()
-    assert torch.equal(all_sum(x, group), x)  # the next mesh has it too
+    if FAKE_RECEIVES:
+        assert torch.equal(all_sum(x, group), x)  # the next mesh has it too
     with as_on_gpus():
         again = ContextParallelMesh(ulysses_size=world_size)
-    assert again.group("ring") is group
+    assert (again.group("ring") is group) == FAKE_RECEIVES
+    assert torch.equal(all_sum(x, again.group("ring")), x)
     again.destroy()
 
 
@@ -87,6 +95,20 @@ def gloo_in_an_eager_world(rank: int, world_size: int) -> tuple[float, int]:
 def test_gloo_groups_do_not_split_the_world_s_communicator() -> None:
     """PyTorch has each rank split it once for each group that it is not in; all others have to match that."""
     assert run_ranks(4, gloo_in_an_eager_world) == [(1.0, 0), (1.0, 0), (5.0, 0), (5.0, 0)]
+
+
+def where_there_are_gpus(rank: int, world_size: int) -> None:
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        mesh = ContextParallelMesh(ring_size=2, data_parallel_shard_size=2)
+    for flat in (Flat.FSDP, Flat.LOSS):
+        assert mesh.group(flat) is dist.group.WORLD
+    assert mesh.group(Flat.CP) is not dist.group.WORLD
+    mesh.destroy()
+
+
+def test_axes_of_all_ranks_take_the_world_s_group_of_gloo_beside_gpus() -> None:
+    """PyTorch makes another one, in 2.10 with NCCL, also for processes that share a GPU or compute on CPU."""
+    run_ranks(4, where_there_are_gpus)
 
 
 def trained(rank: int, world_size: int, cell: Cell) -> Outcome:

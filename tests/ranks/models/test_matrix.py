@@ -9,6 +9,7 @@ import torch
 
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.models.handle import SwapHandle
+from tests.helpers.models.later import as_parameters
 from tests.helpers.models.matrix import (
     BATCHES,
     FAMILIES,
@@ -51,7 +52,7 @@ def test_some_families(model: str) -> None:
 
 @pytest.mark.quick("bloom-ring 4", "falcon_new-ring 4", "falcon_alibi-ring 4")
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.parametrize("model", as_parameters(FAMILIES))
 def test_every_family(model: str, mode: str) -> None:
     require(cell(model, mode, BATCHES), model)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any, cast
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.hf.swap import swap_hf
-from tests.helpers.models.later import LATER, is_refused
+from tests.helpers.models.later import COMES_WITH, LATER, is_refused, transformers_version
 from tests.helpers.models.steps import Case, make_model, parallel
 from tests.helpers.pool import expect_on_every_rank
 from tests.ranks.models.test_windows import compare
@@ -25,6 +26,13 @@ def test_families_that_come_later(family: str) -> None:
         expect_on_every_rank(2, parallel, case, 1, 2, error=ConfigError, match=match, timeout=20)
     else:
         compare(case, 1, 2)
+
+
+@pytest.mark.parametrize("family", COMES_WITH)
+def test_families_are_missing_before_the_version_they_come_with(family: str) -> None:
+    """Elsewhere they are skipped then."""
+    is_there = find_spec(f"transformers.models.{family}") is not None
+    assert is_there == (transformers_version() >= COMES_WITH[family])
 
 
 class CountingRotary(nn.Module):

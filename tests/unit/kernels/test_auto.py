@@ -119,6 +119,22 @@ def test_an_activated_implementation_comes_first(
     assert "  aten_cuda_cudnn: could do it, but aten_cuda_flash comes first" in text
 
 
+def test_windows_are_left_to_others_where_the_activated_implementation_has_none(
+    gpu: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its backward raises, in the first step, before torch 2.12."""
+    gpu(10, 0)
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4")
+    monkeypatch.setattr(devices, "FA4_HAS_WINDOWS", False)
+    band = replace(CAUSAL, masks=frozenset({"causal", "band"}))
+    assert select_kernel("auto", CAUSAL, LONG).name == "aten_cuda_flash"
+    assert select_kernel("auto", band, LONG).name != "aten_cuda_flash"
+    with pytest.raises(ConfigError, match=r"has no band mask: FA4, which.*from 2\.12 on"):
+        select_kernel("aten_cuda_flash", band, LONG)
+    monkeypatch.setattr(devices, "FA4_HAS_WINDOWS", True)
+    assert select_kernel("auto", band, LONG).name == "aten_cuda_flash"
+
+
 def test_flash_attention_4_is_named_where_it_is_installed(
     gpu: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
