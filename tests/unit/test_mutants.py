@@ -10,12 +10,13 @@ import pytest
 
 from tests.nightly.mutants.__main__ import main
 from tests.nightly.mutants.mutant import Mutant, StaleMutantError
-from tests.nightly.mutants.run import ROOT, TestRun, Verdict
+from tests.nightly.mutants.run import COPIED, ROOT, TestRun, Verdict
 from tests.nightly.mutants.table import MUTANTS, sample
 
 
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=lambda mutant: mutant.name)
 def test_mutants_fit_the_code(mutant: Mutant, tmp_path: Path) -> None:
+    assert mutant.file.startswith(tuple(f"{folder}/" for folder in COPIED))
     copy = tmp_path / mutant.file
     copy.parent.mkdir(parents=True)
     copy.write_text((ROOT / mutant.file).read_text())

@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 from tests.nightly.mutants.mutant import Mutant, StaleMutantError
 
 ROOT = Path(__file__).parents[3]
-COPIED = ("lightning_cp", "tests", "pyproject.toml")
+COPIED = ("lightning_cp", "benchmarks", "tests", "pyproject.toml")
 LIMIT = 120.0
 """Seconds for each test (or file) of a run until it is given up; a busy machine takes its time."""
 
