@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,9 @@ def draw(found: Mapping[int, Sequence[StepMemory]], path: Path) -> None:
 
     figure: Any = Figure(figsize=(9, 3.4), layout="constrained")
     memory, length = figure.subplots(1, 2)
-    for color, marker, (ranks, steps) in zip(COLORS, "os^D", found.items(), strict=False):
+    for color, marker, (ranks, steps) in zip(
+        cycle(COLORS), cycle("os^D"), found.items(), strict=False
+    ):
         name = f"{ranks} ranks" if ranks > 1 else "one process"
         x, y = ([ranks * x.local_tokens for x in steps], [x.peak / 1e6 for x in steps])
         memory.plot(x, y, marker=marker, color=color, label=name)
@@ -159,7 +162,10 @@ def draw(found: Mapping[int, Sequence[StepMemory]], path: Path) -> None:
     )
     limit = next(iter(found.values()))[-1].peak
     counts = list(found)
-    fit = [max(n * x.local_tokens for x in found[n] if x.peak <= 1.01 * limit) for n in counts]
+    fit = [
+        max((n * x.local_tokens for x in found[n] if x.peak <= 1.01 * limit), default=float("nan"))
+        for n in counts
+    ]
     ideal = [fit[0] * n / counts[0] for n in counts]
     length.plot(counts, ideal, color="#cccccc", linewidth=7, label="in proportion to ranks")
     length.plot(counts, fit, marker="o", color=COLORS[0], label="measured")
@@ -202,6 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--picture", type=Path, help="draw the peaks into this file")
     given = parser.parse_args(arguments)
+    if given.picture is not None and given.only in ("kept", "long"):
+        parser.error("--picture draws the peaks; leave --only away, or say --only peaks")
     sizes = ModelSizes(vocabulary=given.vocabulary)
     if given.only in (None, "kept"):
         print(f"{sizes}, 2 ranks: bytes per local token\n")

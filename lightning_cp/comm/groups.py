@@ -45,13 +45,13 @@ def mesh_of_groups(
 
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Make one axis of a mesh's axes, by a name of its own; one of all ranks takes the world's group."""
-    with _without_twins(_world()):
+    """Make one axis, with a name, of a mesh's axes; an axis of all ranks takes the world's group."""
+    with _sharing_the_world_group(_world()):
         return mesh._flatten(name)  # PyTorch has no public name for it
 
 
 @contextmanager
-def _without_twins(world: dist.ProcessGroup) -> Iterator[None]:
+def _sharing_the_world_group(world: dist.ProcessGroup) -> Iterator[None]:
     """A block in which a mesh's axis of all ranks takes the world's group also if that is gloo's.
 
     Where there are GPUs PyTorch makes another group for it, in 2.10 one whose messages between GPUs are

@@ -58,7 +58,7 @@ def window_obstacle() -> str | None:
     """Return the reason if PyTorch's FlashAttention has no windows, as it was activated; else ``None``."""
     if FA4_HAS_WINDOWS or flash_implementation() != "FA4":
         return None
-    return f"FA4, which was activated, has no backward of windows in torch {torch.__version__}, from 2.12 on"
+    return f"FA4, which was activated, refuses it in backward before torch 2.12 (here: {torch.__version__})"
 
 
 def has_package_part(package: str, part: str) -> bool:

@@ -32,6 +32,7 @@ from lightning_cp.models.guards.attention_calls import (
     watch_attention,
     watch_calls,
 )
+from lightning_cp.models.guards.shifts import shift_replacements
 from lightning_cp.models.guards.token_mixing import LOCAL, check_no_mixing, watch_pooling
 from lightning_cp.models.handle import Listener as Listener
 from lightning_cp.models.handle import (
@@ -297,8 +298,8 @@ def swap_attention(
         swaps = {root: swap_hf(root, handle) for root in chosen}
         swaps.update({root: swap_litgpt(root, handle) for root in litgpts})
         of_routers = functools.partial(router_replacements, model.modules())
-        kinds = (sdpa_replacements, loss_replacements, unsupported_replacements, of_routers)
-        install_replacements(handle, *kinds)
+        known = (sdpa_replacements, loss_replacements, unsupported_replacements)
+        install_replacements(handle, *known, of_routers, shift_replacements)
         track_calls(model, handle, listed, local)
         watch_attention(model, handle, local)
         watch_calls(model, handle, local | _modules_to_skip(model, swaps))

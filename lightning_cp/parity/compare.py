@@ -257,7 +257,8 @@ def token_gradients(
     if largest(float(pair is None), mesh):
         return None
     assert pair is not None
-    whole, own = (x.reshape(-1, x.shape[-1]) for x in pair)
+    by_rows = (x.transpose(0, 1) if x.dim() > 2 else x for x in pair)
+    whole, own = (x.reshape(-1, x.shape[-1]) for x in by_rows)
     kept = whole.abs().sum(-1) > 0
     extra = bool((own[~kept] != 0).any())
     whole, own = whole[kept], own[kept]
@@ -284,10 +285,11 @@ def token_gradients(
 
 
 def _is_shared(factors: torch.Tensor, tolerance: Tolerance) -> bool:
-    """True if there are at most half as many factors as tokens."""
-    ordered = factors.flatten().sort().values
-    steps = ordered.diff() > tolerance.gradient * ordered.abs().max() if len(ordered) else ordered
-    return 2 * int(steps.sum()) < max(len(ordered), 1)
+    """True if most tokens have the factor of the token before them, as those of a row or a document do."""
+    if len(factors) < 2:
+        return True
+    changes = factors.flatten().diff().abs() > tolerance.gradient * factors.abs().max()
+    return 2 * int(changes.sum()) < len(factors)
 
 
 def _is_of_other_tokens(

@@ -267,7 +267,7 @@ def _factor_cause(tokens: TokenGradients, *, is_declared: bool) -> Diagnosis:
         by = "which depends on how many targets its rank has, at most"
         return Diagnosis(Cause.UNSCALED_LOSS, f"{what}, {by}")
     if not tokens.of_sequences:
-        by = "another one for each token, as in a sum of terms of which one is no mean over targets"
+        by = "another one for each token, as a term has that is neither a mean over targets nor a sum of rows"
         return Diagnosis(Cause.NO_MEAN, f"{what}, {by}")
     return Diagnosis(Cause.OF_SEQUENCES, f"{what}, another one for each rank or row")
 

@@ -290,5 +290,5 @@ def plain_loss(
 
 
 def _rows(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """The kept tokens of [L, any] or [L, B, any]."""
-    return x[keep].double()
+    """The kept tokens of [L, any] or [L, B, any], in the order of rows if these keep different ones."""
+    return (x[keep] if keep.dim() == 1 else x.transpose(0, 1)[keep.t()]).double()

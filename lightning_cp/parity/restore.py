@@ -69,21 +69,25 @@ class _NoDropout(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
+        # PyTorch finds a function by its name, which may refer to a replacement: a loss that was kept from
+        # before setup would be known here, and in no step.
+        func, given = original_function(func), kwargs or {}
         if func in _DROPOUTS:
             return args[0] if args else given["input"]
         if func in _NUMBERS:
             return func(args[0].detach())
-        # PyTorch finds a function by its name, which may refer to a replacement: a loss that was kept from
-        # before setup would be known here, and in no step.
-        return original_function(func)(*args, **given)
+        return func(*args, **given)
 
 
 _NUMBERS = {torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__complex__}
 _KINDS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "feature_dropout")
 _DROPOUTS = {
-    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
-    *(getattr(torch, f"{kind}{end}") for kind in _KINDS for end in ("", "_")),
+    original_function(function)  # a run may have replaced it before this module is imported
+    for function in (
+        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d),
+        *(F.alpha_dropout, F.feature_alpha_dropout),
+        *(getattr(torch, f"{kind}{end}") for kind in _KINDS for end in ("", "_")),
+    )
 }
 
 

@@ -29,7 +29,8 @@ from lightning_cp.memory.activations import recompute_blocks
 from lightning_cp.memory.chunked_logits import chunk_heads
 from lightning_cp.memory.tiled_mlp import tile_mlps
 from lightning_cp.models.blocks import attends, members
-from lightning_cp.models.guards.training_steps import check_training_noise, watch_shifts
+from lightning_cp.models.guards.noise import check_training_noise
+from lightning_cp.models.guards.shifts import watch_shifts
 from lightning_cp.models.handle import Listener, SwapHandle
 from lightning_cp.models.hf.labels import label_alignment
 from lightning_cp.models.hf.positions import accept_default_positions, takes_extra

@@ -93,7 +93,7 @@ class ReplacedFunction(NamedTuple):
 
 
 def original_function(function: Any) -> Any:
-    """Return the function beneath all replacements of ours, or the function itself."""
+    """Return the function beneath all replacements of a function (not of a method), or itself."""
     while (link := getattr(function, LINK, None)) is not None:
         function = link.original
     return function

@@ -330,6 +330,15 @@ def ignore(position: Position) -> None:
 # of attention modules where no attention is intercepted.
 
 
+def _sharded_roots(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the units that are in no other one."""
+    if is_unit(module):
+        yield module
+    else:
+        for child in module.children():
+            yield from _sharded_roots(child)
+
+
 _ATTENTION = re.compile(r"(Attention|Attn)(Layer|Block)?(V?\d+)?$")
 
 
@@ -355,8 +364,7 @@ class ProgressHooks:
             if own and not isinstance(parameter, DTensor):
                 hook = parameter.register_post_accumulate_grad_hook(count)
                 self._hooks.append(hook.remove)
-        root = next(filter(is_unit, module.modules()), None)
-        gathering = set(gathering_parts(root)) if root is not None else set()
+        gathering = {part for root in _sharded_roots(module) for part in gathering_parts(root)}
         for name, part in module.named_modules():
             if is_unit(part) or part in gathering:
                 whole = f"the {type(part).__name__.removeprefix('FSDP')}"
@@ -379,7 +387,8 @@ class ProgressHooks:
                 self._position.end_call()
 
         self._hooks.append(add_hook(part.register_forward_pre_hook, begin, prepend=True))
-        self._hooks.append(add_hook(part.register_forward_hook, end))
+        # Recomputation ends a call early, by an exception.
+        self._hooks.append(add_hook(part.register_forward_hook, end, always_call=True))
 
     def begin_with(self, module: nn.Module) -> None:
         """Begin a micro-batch at each training forward of this module, where nothing else marks it."""

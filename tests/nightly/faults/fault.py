@@ -84,11 +84,11 @@ class Fault:
     """Happens once, at one place on one rank; ``crawl`` in all of a step.
 
     Args:
-        kind: of those above; or ``crawl``; or what is wrong with tensors: ``nan``, ``inf``; or with a batch:
-            ``values``, ``shape``, ``dtype``, ``early``.
+        kind: of those above; or ``crawl``; or ``alone``: the rank calls the model by itself; or what is wrong
+            with tensors: ``nan``, ``inf``; or with a batch: ``values``, ``shape``, ``dtype``, ``early``.
         rank: whose.
-        where: ``forward``, ``backward``, ``optimizer`` or ``loss``; ``data`` for batches; ``again`` within a
-            step and ``between`` steps, where a rank is ``alone`` in calling the model.
+        where: ``forward``, ``backward``, ``optimizer`` or ``loss``; ``data`` for batches; ``again`` (within a
+            step) and ``between`` (steps) for ``alone``.
     """
 
     def __init__(self, kind: str, rank: int, where: str) -> None:

@@ -259,8 +259,8 @@ GUARD_MUTANTS = (
     Mutant(
         "a check sees a loss that was kept from before setup as known",
         "lightning_cp/parity/restore.py",
-        "return original_function(func)(*args, **given)",
-        "return func(*args, **given)",
+        "func, given = original_function(func), kwargs or {}",
+        "given = kwargs or {}",
         (
             "tests/ranks/loss/test_loss_kinds.py::"
             "test_a_function_that_is_kept_from_before_setup_is_exact_once_it_was_checked",
@@ -270,7 +270,7 @@ GUARD_MUTANTS = (
     Mutant(
         "factors of each token are those of whole sequences",
         "lightning_cp/parity/compare.py",
-        "return 2 * int(steps.sum()) < max(len(ordered), 1)",
+        "return 2 * int(changes.sum()) < len(factors)",
         "return True",
         (
             "tests/ranks/parity/test_row_losses.py::"
@@ -280,7 +280,7 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "rolled labels are not looked at",
-        "lightning_cp/models/guards/training_steps.py",
+        "lightning_cp/models/guards/shifts.py",
         'elif name == "roll":',
         'elif name == "rolled":',
         (f"{SHIFTS}[rolled-2-1]",),
@@ -288,8 +288,8 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "labels that are padded after a cut are not looked at",
-        "lightning_cp/models/guards/training_steps.py",
-        "if any(one() is x for one in self._short):",
+        "lightning_cp/models/guards/shifts.py",
+        "if at_the_end and any(one() is x for one in self._short):",
         "if not self._short:",
         (f"{SHIFTS}[padded_after-2-1]",),
         "A metric of labels that were cut and padded is off at every seam without a word.",

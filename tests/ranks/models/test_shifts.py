@@ -66,9 +66,24 @@ def right(logits: torch.Tensor, batch: Any) -> Any:
 
 
 def rolled_elsewhere(logits: torch.Tensor, batch: Any) -> Any:
-    """No shift of targets: features, the other way, along rows, and padding of whole tensors."""
+    """No shift of targets: features, the other way, along rows, and padding of whole tensors or in front."""
     ids = batch["input_ids"]
+    F.pad(ids[:, 1:], (1, 0))
     return logits.roll(-1, 1), ids.roll(1, 1), ids.roll(-1, 0), ids.roll(-1), F.pad(ids, (0, 1))
+
+
+def of_other_tensors(logits: torch.Tensor, batch: Any) -> Any:
+    """Of no plain tensors of tokens: all of it works as ever."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is a prototype
+        nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(2)])
+    torch.fx.symbolic_trace(Rolled())
+    return nested[0], F.pad(input=logits, pad=(0, 1)), torch.narrow(logits, 1, torch.tensor(0), 2)
+
+
+class Rolled(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.roll(x, 1, 1)
 
 
 def steps_between(logits: torch.Tensor, batch: Any) -> Any:
@@ -81,10 +96,19 @@ METRICS: dict[str, Callable[..., Any]] = {
     for metric in (
         *(accuracy, of_predictions, of_entropy, of_log_probabilities, padded),
         *(padded_after, rolled, rolled_by_its_method, narrowed),
-        *(right, steps_between, rolled_elsewhere),
+        *(right, steps_between, rolled_elsewhere, of_other_tensors),
     )
 }
 
+
+def functions() -> list[Any]:
+    """What can shift, as it is now."""
+    methods = ("__getitem__", "narrow", "roll")
+    found = [vars(torch.Tensor).get(name) for name in methods]
+    return [*found, torch.narrow, torch.roll, F.pad]
+
+
+FUNCTIONS = functions()
 
 Said = list[tuple[str, str]]
 """Messages, each with the line of code that it points at."""
@@ -109,8 +133,7 @@ def said_by(rank: int, world_size: int, metric: str, ulysses: int, shifted: bool
                     runtime.end_step()
         finally:
             runtime.detach()
-    assert "roll" not in vars(torch.Tensor)
-    assert torch.Tensor.__getitem__ is torch._C.TensorBase.__getitem__
+    assert functions() == FUNCTIONS
     return [(str(one.message), getline(one.filename, one.lineno).strip()) for one in seen]
 
 
@@ -132,9 +155,55 @@ def test_a_metric_of_shifted_logits_is_told_once(metric: str, ranks: int, ulysse
     assert others == [[]] * (ranks - 1)
 
 
-@pytest.mark.parametrize("metric", ["right", "steps_between", "rolled_elsewhere"])
+@pytest.mark.parametrize(
+    "metric", ["right", "steps_between", "rolled_elsewhere", "of_other_tensors"]
+)
 def test_what_does_not_shift_is_told_nothing(metric: str) -> None:
     assert run_ranks(2, said_by, metric, 1, False) == [[], []]
+
+
+def graphs(rank: int, world_size: int) -> int:
+    """How many graphs a compiled function that pads and rolls needs in observed steps and others."""
+    made: list[object] = []
+
+    def backend(graph: Any, _: object) -> Any:
+        made.append(graph)
+        return graph.forward
+
+    case = Case()
+    model = make_model(case)
+    runtime = start(1, world_size, model)
+    function = torch.compile(lambda x: F.pad(torch.roll(x, 1, 0), (0, 1)), backend=backend)
+    try:
+        for gradients in (True, True, False, False):
+            with torch.set_grad_enabled(gradients):
+                local = runtime.shard(make_batch(case), needs_labels=gradients)
+                runtime.begin_step()
+                model(**local)
+                function(torch.ones(4, 5))
+                runtime.end_step()
+    finally:
+        runtime.detach()
+    return len(made)
+
+
+def test_observed_steps_are_compiled_once_as_others_are() -> None:
+    first, other = run_ranks(2, graphs)
+    assert first == other
+
+
+def stops_in_a_step(rank: int, world_size: int) -> None:
+    model = make_model(case := Case())
+    runtime = start(1, world_size, model)
+    runtime.shard(make_batch(case), needs_labels=True)
+    runtime.begin_step()
+    assert (functions() == FUNCTIONS) == (rank > 0)
+    runtime.detach()
+    assert functions() == FUNCTIONS
+
+
+def test_functions_are_restored_after_a_step_that_does_not_end() -> None:
+    run_ranks(2, stops_in_a_step)
 
 
 def test_labels_that_are_shifted_already_are_told_once() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.models.guards.training_steps import check_training_noise
+from lightning_cp.models.guards.noise import check_training_noise
 
 SIZES: dict[str, Any] = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16}
 SIZES |= {"num_hidden_layers": 1, "num_attention_heads": 2}

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_cp.errors import ConfigError, RankFailure
 from lightning_cp.watchdog.attribution import NO_MESSAGE, PATIENCE, Judge
 from lightning_cp.watchdog.messages import BROKEN, COMMON, OWN, Beat, Note, Verdict
-from lightning_cp.watchdog.phase import Phase, PhasePosition, Position
+from lightning_cp.watchdog.phase import Phase, PhasePosition, Position, ProgressHooks
 
 NAMES = [f"rank {rank}" for rank in range(4)]
 AT = PhasePosition(7, 1, Phase.BACKWARD)
@@ -248,3 +251,22 @@ def test_the_line_of_a_timeout_says_which_call_each_rank_is_in() -> None:
     position.call("net")
     position.enter(Phase.BACKWARD)
     assert position.module_call == "call 1 of net"
+
+
+class FSDPModule:
+    """Known by its name."""
+
+
+class Unit(FSDPModule, nn.Linear):
+    """A unit of a sharded model."""
+
+
+def test_a_call_that_recomputation_ends_early_is_over() -> None:
+    position, model = Position(), nn.Sequential(Unit(2, 2), Unit(2, 2))
+    ProgressHooks(position).follow(model, attention=False)
+    x = torch.ones(1, 2, requires_grad=True)
+    for unit in model:
+        x = checkpoint(unit, x, use_reentrant=False)
+    assert position.count
+    x.sum().backward()
+    assert not position.module_call

@@ -1,13 +1,10 @@
-"""Checks of training steps: shifts of logits against labels, and noise that ranks cannot draw as one process.
+"""Warning of steps that shift logits against labels themselves, which is wrong at every seam.
 
-A step that shifts logits against labels itself is wrong at every seam: a metric of ``logits[:, :-1]`` and
-``labels[:, 1:]`` lacks each rank's last token, and crosses from one piece of the sequence into another. The
-first step of each kind (with and without gradients) records what indexing, ``narrow``, ``roll`` and ``pad``
-receive, and a warning names the line; no values are read, and later steps are not observed.
-
-Noise is checked before the first step. Configs and modules show attention dropout. NEFTune's noise shows by
-the attribute that transformers and TRL set on an embedding for their hook; that hook scales the noise by the
-length it sees.
+A metric of ``logits[:, :-1]`` and ``labels[:, 1:]`` lacks each rank's last token, and crosses from one piece
+of the sequence into another. The first step of each kind (with and without gradients) records what
+indexing, ``narrow``, ``roll`` and ``pad`` receive, and a warning names the line; no values are read, and
+later steps are not observed. Methods of tensors are replaced while a step is observed. Functions are replaced
+from the swap to its undo, because compiled code is compiled again where they have changed.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,18 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_cp import error_display as console
-from lightning_cp.errors import ConfigError
-from lightning_cp.models.handle import SwapHandle, attention_modules
-from lightning_cp.models.swap import config_value, hf_models
-from lightning_cp.utils.patching import PatchSet
-
-_DROPOUTS = (
-    *("attention_dropout", "attn_dropout", "attn_pdrop"),
-    "attention_probs_dropout_prob",
-)
-"""Names in Hugging Face configs."""
-
-NEFTUNE = "neftune_noise_alpha"
+from lightning_cp.models.handle import SwapHandle
+from lightning_cp.utils.patching import ChainedPatch, PatchSet, ReplacedFunction
 
 
 def watch_shifts(handle: SwapHandle, is_watched: Callable[[], bool]) -> None:
@@ -44,10 +31,9 @@ def watch_shifts(handle: SwapHandle, is_watched: Callable[[], bool]) -> None:
         handle: signals the begin and end of steps.
         is_watched: true if the step that begins belongs to the run (and not to a probe).
     """
-    mesh = handle.mesh
     seen: set[bool] = set()
     """Kinds of steps that were observed: with gradients, and without."""
-    if mesh.sample_size == 1 or mesh.sample_rank or mesh.data_rank:
+    if not _is_observed(handle):
         return
 
     def enter() -> Callable[[], None]:
@@ -58,9 +44,11 @@ def watch_shifts(handle: SwapHandle, is_watched: Callable[[], bool]) -> None:
         seen.add(kind)
         cuts = Cuts(handle.state.layout.local_len)
         _start_recording(cuts)
+        stop = weakref.finalize(handle, _stop_recording, cuts)  # also if the step never ends
+        stop.atexit = False
 
         def leave() -> None:
-            _stop_recording(cuts)
+            stop()
             if sys.exc_info()[0] is not None:  # the error that ends the step says more
                 return
             if cuts.shift is not None and _SHIFT_WARNING not in handle.warned:
@@ -70,6 +58,19 @@ def watch_shifts(handle: SwapHandle, is_watched: Callable[[], bool]) -> None:
         return leave
 
     handle.on_activate(enter)
+
+
+def shift_replacements(handle: SwapHandle) -> list[ReplacedFunction]:
+    """Return functions that note their calls while a step is observed; none on ranks that observe none."""
+    if not _is_observed(handle):
+        return []
+    links = [(home, name, ChainedPatch(getattr(home, name))) for home, name in _FUNCTIONS]
+    return [ReplacedFunction(home, name, _noting(name, link), link) for home, name, link in links]
+
+
+def _is_observed(handle: SwapHandle) -> bool:
+    mesh = handle.mesh
+    return mesh.sample_size > 1 and not mesh.sample_rank and not mesh.data_rank
 
 
 class Cut(NamedTuple):
@@ -98,10 +99,9 @@ class Cuts:
         """Integers without their first token."""
 
     def note(self, name: str, result: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Record a call of one of ``_FUNCTIONS``, if it shifts or cuts off the first or the last token."""
+        """Record a call by its name, if it shifts or cuts off the first or the last token."""
         if name == "pad":
-            if any(one() is x for one in self._short):
-                self._whole.append(console.user_line())
+            self._note_pad(x, *args, **kwargs)
         elif name == "roll":
             self._note_roll(x, *args, **kwargs)
         elif x.dim() in (2, 3) and x.shape[1] - self._length in (0, 1):
@@ -109,6 +109,11 @@ class Cuts:
             taken = _along_the_sequence(index, x.dim())
             if taken is not None:
                 self._note_cut(x, taken, result)
+
+    def _note_pad(self, x: torch.Tensor, pad: Any, *_: Any, **__: Any) -> None:
+        at_the_end = pad[0] == 0 and pad[1] > 0
+        if at_the_end and any(one() is x for one in self._short):
+            self._whole.append(console.user_line())
 
     def _note_roll(self, x: torch.Tensor, shifts: Any = None, dims: Any = None) -> None:
         is_sequence = x.shape[1:] == (self._length,) and x.dtype in _INTEGERS
@@ -168,41 +173,47 @@ def _narrowed(x: torch.Tensor, dim: int, start: Any, length: int) -> tuple[slice
     return (slice(None), slice(start, start + length))
 
 
-_FUNCTIONS: tuple[tuple[Any, str], ...] = (
-    *((torch.Tensor, name) for name in ("__getitem__", "narrow", "roll")),
-    *((torch, "narrow"), (torch, "roll"), (F, "pad")),
-)
-"""Functions that can shift a tensor; others replace them while a step is observed."""
+_METHODS = ("__getitem__", "narrow", "roll")
+_FUNCTIONS = ((torch, "narrow"), (torch, "roll"), (F, "pad"))
 
 _watching: list[Cuts] = []
-"""Active recordings, which share the replacements."""
+"""Active recordings, which share the replaced methods."""
 
-_replacements = PatchSet()
+_methods = PatchSet()
 
 
 def _start_recording(cuts: Cuts) -> None:
     if not _watching:
-        for owner, name in _FUNCTIONS:
-            _replacements.put_value(owner, name, _noting(getattr(owner, name)))
+        for name in _METHODS:
+            link = ChainedPatch(getattr(torch.Tensor, name))
+            _methods.put_value(torch.Tensor, name, _noting(name, link))
     _watching.append(cuts)
 
 
 def _stop_recording(cuts: Cuts) -> None:
     _watching.remove(cuts)
     if not _watching:
-        _replacements.undo()
+        _methods.undo()
 
 
-def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)  # tensor subclasses identify functions by name
+def _noting(name: str, link: ChainedPatch) -> Callable[..., Any]:
+    @functools.wraps(link.original)  # tensor subclasses identify functions by name
     def call(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        if args and not torch.compiler.is_compiling():
+        if (
+            torch.compiler.is_compiling()
+        ):  # first: nothing else of here becomes a guard of its graphs
+            return link.original(*args, **kwargs)
+        result = link.original(*args, **kwargs)
+        if _watching and args and _is_plain(args[0]):
             for cuts in _watching:
-                cuts.note(original.__name__, result, *args, **kwargs)
+                cuts.note(name, result, *args, **kwargs)
         return result
 
     return call
+
+
+def _is_plain(x: object) -> bool:
+    return type(x) in (torch.Tensor, nn.Parameter) and not x.is_nested  # type: ignore[attr-defined]
 
 
 _SHIFT_WARNING = (
@@ -211,57 +222,3 @@ _SHIFT_WARNING = (
     "logits with batch['shift_labels'], the target of each token (there if labels='shift', or if a Hugging "
     "Face model shifts); where labels='aligned', with the labels as they are."
 )
-
-
-def check_training_noise(model: nn.Module, local: Collection[nn.Module] = ()) -> None:
-    """Check that a model trains without attention dropout and without NEFTune's noise.
-
-    Args:
-        model: everything that a step calls.
-        local: modules whose attention each rank computes by itself.
-
-    Raises:
-        ConfigError: naming the setting, and what to do.
-    """
-    for where, rate in _attention_dropouts(model, local):
-        raise ConfigError(
-            f"attention dropout must be 0.0 under context parallelism, and {where} is {rate}: the ranks "
-            "cannot draw the mask that one process would. Set it to 0.0 where the model is made (dropout "
-            "elsewhere in the model is fine)."
-        )
-    for name, module in model.named_modules():
-        alpha = getattr(module, NEFTUNE, None)
-        if alpha:
-            raise ConfigError(
-                f"{name or type(module).__name__}.{NEFTUNE} is {alpha}: NEFTune scales its noise by the "
-                "length that its hook sees, which is a rank's part of the sequence, so the noise would be "
-                f"too large. Remove the hook and the attribute, or set {NEFTUNE} = None."
-            )
-
-
-def _attention_dropouts(
-    model: nn.Module, local: Collection[nn.Module]
-) -> Iterator[tuple[str, float]]:
-    for root in hf_models(model):
-        inside = [part for part in attention_modules(root) if part not in local]
-        rates = {rate for part in inside for rate in _dropout_rates(part)}
-        for config in (root.config, root.config.get_text_config()):
-            for name in _DROPOUTS:
-                rate = config_value(config, name)
-                if (
-                    isinstance(rate, float) and rate in rates
-                ):  # the modules' rates may have changed since
-                    yield f"{name} in the config of {type(root).__name__}", rate
-    for name, module in model.named_modules():
-        if isinstance(module, nn.MultiheadAttention) and module not in local and module.dropout:
-            yield f"the dropout of {name or 'the model'} (MultiheadAttention)", module.dropout
-
-
-def _dropout_rates(module: nn.Module) -> Iterator[float]:
-    """Yield the dropout rates of an attention module that are not 0."""
-    for name, value in vars(module).items():
-        if "drop" in name and isinstance(value, float) and value:
-            yield value
-    for part in module.modules():
-        if isinstance(part, nn.Dropout) and part.p:
-            yield part.p
