@@ -27,6 +27,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle, attention_modules
 from lightning_cp.models.swap import config_value, hf_models
 from lightning_cp.utils.patching import PatchSet
+from lightning_cp.utils.tracing import is_traced
 
 _DROPOUTS = (
     *("attention_dropout", "attn_dropout", "attn_pdrop"),
@@ -197,7 +198,7 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)  # tensor subclasses identify functions by name
     def call(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        if args and not torch.compiler.is_compiling():
+        if args and not is_traced(args[0]):
             for cuts in _watching:
                 cuts.note(original.__name__, result, *args, **kwargs)
         return result
