@@ -8,6 +8,7 @@ rank, without an error.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -42,7 +43,8 @@ def check_same_model(module: nn.Module) -> None:
     Values are not compared, since the first rank's are broadcast.
 
     Raises:
-        ConfigError: on every rank, naming the first parameter and the first entry of a config that differ.
+        ConfigError: on every rank, naming the first parameter and the first entry of a config that differ;
+            or a model of ``check_ties``.
     """
     if dist.get_world_size() > 1:
         _check_same_facts(
@@ -51,6 +53,37 @@ def check_same_model(module: nn.Module) -> None:
             "Every rank has to build the same model: layers, shapes, dtypes, ties, what is frozen, and its "
             "config. Values may differ; those of the first rank count.",
         )
+    check_ties(module)
+
+
+def check_ties(module: nn.Module) -> None:
+    """Check that models of transformers on the meta device share the weights that their configs tie.
+
+    transformers 5.0 ties nothing there: head and embeddings would become two tensors, unlike on a device.
+
+    Raises:
+        ConfigError: naming the model.
+    """
+    for part in module.modules():
+        config: Any = getattr(part, "config", None)
+        if not (_is_config(config) and getattr(config, "tie_word_embeddings", False)):
+            continue
+        embeddings, head = (_embedding_weight(part, side) for side in ("input", "output"))
+        if embeddings is not None and head is not None and head is not embeddings:
+            raise ConfigError(
+                f"{type(part).__name__} on the meta device does not share its embeddings with its head, "
+                "as its config asks (tie_word_embeddings): transformers 5.0 does not tie them there. Call "
+                "its tie_weights() when it is made."
+            )
+
+
+def _embedding_weight(model: nn.Module, side: str) -> torch.Tensor | None:
+    """The weight on the meta device of a model's input or output embeddings, or ``None``."""
+    embeddings: Any = None
+    with suppress(AttributeError, NotImplementedError):  # a model without one
+        embeddings = getattr(model, f"get_{side}_embeddings")()
+    weight = getattr(embeddings, "weight", None)
+    return weight if isinstance(weight, torch.Tensor) and weight.is_meta else None
 
 
 def check_same_optimizers(
@@ -161,11 +194,14 @@ def config_facts(module: nn.Module) -> dict[str, str]:
     seen: set[int] = set()
     for name, part in module.named_modules():
         config: Any = getattr(part, "config", None)
-        known = any(base.__name__ in CONFIGS for base in type(config).__mro__)
-        if known and id(config) not in seen:
+        if _is_config(config) and id(config) not in seen:
             seen.add(id(config))
             facts.update(_entries(config.to_dict(), f"{name}.config" if name else "config"))
     return dict(sorted(facts.items()))
+
+
+def _is_config(value: object) -> bool:
+    return any(base.__name__ in CONFIGS for base in type(value).__mro__)
 
 
 def _entries(config: Mapping[Any, Any], path: str) -> Iterator[tuple[str, str]]:

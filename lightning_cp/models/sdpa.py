@@ -26,7 +26,7 @@ from lightning_cp.utils.patching import (
     original_function,
     without_garbage_collection,
 )
-from lightning_cp.utils.tracing import exclude_from_compile
+from lightning_cp.utils.tracing import exclude_from_compile, is_traced
 
 SDPA = "scaled_dot_product_attention"
 
@@ -81,7 +81,7 @@ def observe_sdpa(listener: Callable[..., None]) -> Callable[[], None]:
         **extra: Any,
     ) -> torch.Tensor:
         out = link.original(query, key, value, attn_mask, dropout_p, is_causal, **extra)
-        if not torch.compiler.is_compiling():
+        if not is_traced(query):
             listener(query, key, attn_mask, is_causal, out)
         return out
 

@@ -50,7 +50,7 @@ from lightning_cp.models.sdpa import SDPA, sdpa_replacements
 from lightning_cp.utils.autograd_notes import Count, note_origin
 from lightning_cp.utils.labels import IGNORED_LABEL
 from lightning_cp.utils.patching import ChainedPatch, ReplacedFunction, add_hook
-from lightning_cp.utils.tracing import exclude_from_compile
+from lightning_cp.utils.tracing import exclude_from_compile, is_traced
 
 CountTargets = Callable[..., Count | None]
 """Returns the target count of a mean, ``SUM`` for a sum, ``None`` for losses that are not reduced."""
@@ -172,7 +172,7 @@ def _noting_replacement(
 
     @functools.wraps(original)
     def noting(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if torch.compiler.is_compiling():
+        if is_traced(args[0] if args else None):
             return link.original(*args, **kwargs)
         handle = held()
         state = None if handle is None else handle.state

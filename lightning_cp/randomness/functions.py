@@ -29,6 +29,7 @@ from lightning_cp.utils.patching import (
     ReplacedFunction,
     without_garbage_collection,
 )
+from lightning_cp.utils.tracing import is_traced
 
 _SAMPLES: dict[str, Callable[..., torch.Tensor]] = {
     "uniform_": counter.uniform,
@@ -47,11 +48,6 @@ _NAMES = {"from": "low", "to": "high"}
 
 _OURS = ("low", "high", "size", "generator", "requires_grad", "out", "names")
 """Arguments of random functions that are not passed to ``torch.empty``."""
-
-
-def _is_traced(x: torch.Tensor) -> bool:
-    """True if the compiler traces operations on this tensor."""
-    return torch.compiler.is_compiling() or type(x).__name__ in ("FakeTensor", "FunctionalTensor")
 
 
 def _place(x: torch.Tensor, *, activation: bool = False) -> TokenDims | None:
@@ -78,7 +74,7 @@ def _dropout(name: str, original: Any) -> Callable[..., torch.Tensor]:
             return input
         if not train or not 0 < p < 1:
             return original(input, p, train)
-        if _is_traced(input):
+        if is_traced(input):
             taken = torch.ops.lightning_cp.token_drops(input, draw_seed(input.device), p, feature)
         elif drops_per_token(input):
             taken = dropout_mask(input, draw_seed(input.device), p, feature)
@@ -107,7 +103,7 @@ def _fill(name: str, original: Any) -> Callable[..., torch.Tensor]:
 
     @wraps(original)
     def fill(self: torch.Tensor, *args: Any, generator: Any = None, **kwargs: Any) -> torch.Tensor:
-        if _is_traced(self):
+        if is_traced(self):
             drawn = torch.ops.lightning_cp.token_words(self, draw_seed(self.device, generator))
         elif _place(self) is not None:
             drawn = token_words(self, draw_seed(self.device, generator))
@@ -150,7 +146,7 @@ def _like(name: str, original: Any) -> Callable[..., torch.Tensor]:
 
     @wraps(original)
     def make(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not _is_traced(input) and _place(input) is None:
+        if not is_traced(input) and _place(input) is None:
             return original(input, *args, **kwargs)
         bounds = _bounds(args, kwargs) if fill == "random_" else args
         return _filled(torch.empty_like, (input,), fill, bounds, kwargs)
@@ -190,7 +186,7 @@ def _filled(
 def _bernoulli(name: str, original: Any) -> Callable[..., torch.Tensor]:
     @wraps(original)
     def bernoulli(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if kwargs.get("out") is not None or not (_is_traced(input) or _place(input)):
+        if kwargs.get("out") is not None or not (is_traced(input) or _place(input)):
             return original(input, *args, **kwargs)
         p = args[0] if args else kwargs.get("p")
         filled = torch.empty_like(input, requires_grad=False)
@@ -224,7 +220,7 @@ def _multinomial(name: str, original: Any) -> Callable[..., torch.Tensor]:
     def multinomial(
         input: torch.Tensor, num_samples: int, replacement: bool = False, **kwargs: Any
     ) -> torch.Tensor:
-        if kwargs.get("out") is not None or not (_is_traced(input) or _place(input)):
+        if kwargs.get("out") is not None or not (is_traced(input) or _place(input)):
             return original(input, num_samples, replacement, **kwargs)
         weights, generator = input.detach(), kwargs.get("generator")
         if not replacement or num_samples == 1:

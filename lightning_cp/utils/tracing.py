@@ -51,6 +51,15 @@ def exclude_from_compile(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def is_traced(x: object) -> bool:
+    """True if the compiler traces operations on this tensor.
+
+    Until torch 2.12 graphs call functions of PyTorch by name. What replaces one is then traced again, with
+    tensors that have no values, and PyTorch does not say that it compiles.
+    """
+    return torch.compiler.is_compiling() or type(x).__name__ in ("FakeTensor", "FunctionalTensor")
+
+
 class FirstCompile:
     """The first compilation inside a step, which makes that step slow.
 

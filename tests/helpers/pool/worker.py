@@ -28,6 +28,9 @@ from tests.helpers.pool.isolation import Filters, Unraisables, isolated
 STACK_SIGNAL = signal.SIGUSR2
 """Makes a worker write the stacks of its threads to its stack file."""
 
+_FAULTS = {signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL}
+"""Make a worker write the stacks of its threads to its output before it dies."""
+
 
 @dataclass(frozen=True)
 class Regroup:
@@ -115,15 +118,15 @@ def _detach(log: str, stacks: str) -> None:
     # Kept open as long as the process lives: the signal handler writes to the descriptor.
     faulthandler.register(STACK_SIGNAL, os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
     faulthandler.enable(2)
-    signal.signal = _unless_stacks(signal.signal)
+    signal.signal = _unless_of_faulthandler(signal.signal)
 
 
-def _unless_stacks(set_handler: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave the stack signal alone: a Trainer that ends puts back all handlers that Python knows of,
-    which for this one is the default: to die of it."""
+def _unless_of_faulthandler(set_handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave faulthandler's signals alone: a Trainer that ends puts back all handlers that Python knows of,
+    which for these is the default: to die of them, without a word."""
 
     def guarded(number: int, handler: Any) -> Any:
-        if number == STACK_SIGNAL:
+        if number == STACK_SIGNAL or number in _FAULTS:
             return signal.getsignal(number)
         return set_handler(number, handler)
 

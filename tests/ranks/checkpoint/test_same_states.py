@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -114,18 +115,25 @@ def test_parts_of_all_ranks_need_a_folder_that_all_see() -> None:
         assert "all ranks share" in said
 
 
-def lists(rank: int, world: int) -> int:
-    """The most memory that comparing takes where a state has a long list, in bytes."""
-    tree = {"seen": [*range(100_000)], "w": torch.ones(1)}
-    tracemalloc.start()
-    check_same_states(World(), Path("a"), lambda: tree)
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    return most
+class Twins(World):
+    """Two ranks that say the same, in one process."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return pickle.loads(pickle.dumps([value, value]))
 
 
 def test_what_is_plain_takes_no_memory() -> None:
-    assert max(run_ranks(2, lists)) < 1_000_000
+    """The most memory that comparing takes where a state has a long list.
+
+    Not on ranks: gloo's threads take Python's lock to free the last message, and Python 3.11 crashes if
+    tracemalloc ends meanwhile.
+    """
+    tree = {"seen": [*range(100_000)], "w": torch.ones(1)}
+    tracemalloc.start()
+    check_same_states(Twins(), Path("a"), lambda: tree)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1_000_000
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 
 import lightning.pytorch as pl
@@ -100,6 +101,17 @@ def test_a_hang_after_a_trainer_still_says_where() -> None:
     """A Trainer that ends resets the handlers of all signals, the one that asks for stacks included."""
     with pytest.raises(RankError, match="in train_and_sleep"):
         run_ranks(1, train_and_sleep, timeout=5.0)
+
+
+def train_and_crash(rank: int, world_size: int) -> None:
+    fit(rank, world_size, 1)
+    ctypes.string_at(0)
+
+
+@pytest.mark.nightly
+def test_a_crash_after_a_trainer_still_says_where() -> None:
+    with pytest.raises(RankError, match=r"exit code -11(?s:.*)in train_and_crash"):
+        run_ranks(1, train_and_crash)
 
 
 def mismatch(rank: int, world_size: int) -> None:

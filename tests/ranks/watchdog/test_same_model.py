@@ -164,6 +164,29 @@ def test_where_a_config_comes_from_is_not_compared() -> None:
     run_ranks(2, configured, {"name_or_path": "elsewhere", "attn_implementation": "eager"})
 
 
+def on_meta(rank: int, world_size: int, how: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    small: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 16}
+    config = LlamaConfig(
+        **small, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=how != "not to tie"
+    )
+    with torch.device("cpu" if how == "on a device" else "meta"):
+        model = LlamaForCausalLM(config)
+    model.tie_weights()
+    if how != "tied":
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
+    alike.check_same_model(nn.ModuleList([model]))
+
+
+def test_a_model_on_the_meta_device_that_is_not_tied_is_refused() -> None:
+    """As transformers 5.0 makes it; on a device it was the user who changed it."""
+    match = r"LlamaForCausalLM on the meta device does not share .* Call its tie_weights\(\)"
+    expect_on_every_rank(2, on_meta, "apart", error=ConfigError, match=match)
+    for how in ("tied", "not to tie", "on a device"):
+        run_ranks(2, on_meta, how)
+
+
 class _Moved(nn.Module):
     def __init__(self, names: str) -> None:
         super().__init__()
