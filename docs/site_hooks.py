@@ -13,7 +13,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 TEXTS = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 LINK = re.compile(r"(?<=[^\\]\]\()(?![a-z]+:|#)([^)#\s]+)")
-LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "sh"}
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "sh", ".ipynb": "json"}
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -79,6 +79,11 @@ RUN: dict[str, list[Snippet]] = defaultdict(list)
 for _one in SNIPPETS:
     if _one.first_line not in NOT_RUN.get(_one.page, {}):
         RUN[_one.page].append(_one)
+PARTS_OF_EXAMPLES = [
+    one
+    for one in SNIPPETS
+    if NOT_RUN.get(one.page, {}).get(one.first_line, "").startswith("part of examples/")
+]
 PROGRAMS = {
     page: found for page, found in RUN.items() if any(x.language != "python" for x in found)
 }
@@ -156,7 +161,8 @@ def commands() -> list[tuple[str, str, tuple[str, ...]]]:
     for one in SNIPPETS:
         for program, rest in COMMAND.findall(PLACEHOLDER.sub(r"\1", one.code.replace("\\\n", " "))):
             words = [word for word in shlex.split(rest) if not word.startswith("-")]
-            if not any(word.startswith("[") for word in words):  # a pattern
+            if not any(word.startswith("[") for word in words) and "--config-dir" not in rest:
+                # not a pattern, nor with configs that an earlier command writes
                 found.append((one.page, program, tuple(words)))
     return found
 
@@ -167,6 +173,16 @@ def test_settings_of_commands_exist(page: str, program: str, words: tuple[str, .
     overrides = [word for word in words if not word.lstrip("+").startswith("hydra")]
     with initialize_config_dir(str(config_dir() / FOLDERS.get(program, "")), version_base="1.3"):
         compose(CONFIGS.get(program, program), overrides=[first_of(one) for one in overrides])
+
+
+@pytest.mark.parametrize("one", PARTS_OF_EXAMPLES, ids=lambda one: f"{one.page} {one.first_line}")
+def test_parts_of_examples_are_in_them(one: Snippet) -> None:
+    file = NOT_RUN[one.page][one.first_line].removeprefix("part of ")
+    lines, whole = (
+        "\n".join(line.strip() for line in text.splitlines())
+        for text in (one.code, (ROOT / file).read_text())
+    )
+    assert f"\n{lines}\n" in f"{whole}\n"
 
 
 def first_of(override: str) -> str:
