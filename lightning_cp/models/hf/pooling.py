@@ -20,6 +20,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.layout.axes import Flat
 from lightning_cp.loss.sequence import pick_positions
 from lightning_cp.models.handle import SwapHandle
+from lightning_cp.models.hf.positions import parameters_of
 from lightning_cp.utils.patching import add_hook
 from lightning_cp.utils.tensors import to_device, to_list
 from lightning_cp.utils.tracing import exclude_from_compile
@@ -32,9 +33,14 @@ _CHECKS = 8
 
 def has_row_head(model: Any) -> bool:
     """True if a Hugging Face model has one value per row, by its class or its loss function."""
-    of_loss = getattr(getattr(model, "loss_function", None), "__name__", "")
-    is_named = type(model).__name__.endswith("ForSequenceClassification")
-    return is_named or of_loss == "ForSequenceClassificationLoss"
+    if type(model).__name__.endswith("ForSequenceClassification"):
+        return True
+    if "labels" not in parameters_of(
+        model
+    ):  # reading its loss_function would warn of an unknown loss_type
+        return False
+    loss = getattr(model, "loss_function", None)
+    return getattr(loss, "__name__", "") == "ForSequenceClassificationLoss"
 
 
 class RowHead:

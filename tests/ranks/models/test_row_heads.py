@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from functools import lru_cache
 from typing import Any
+from unittest.mock import PropertyMock, patch
 
 import pytest
 import torch
 from lightning.fabric import Fabric
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.fabric import UlyssesRingStrategy
+from lightning_cp.models.hf.pooling import has_row_head
 from tests.helpers.models.later import is_refused
 from tests.helpers.models.steps import Case
 from tests.helpers.models.zoo import make
@@ -187,6 +190,16 @@ def test_a_token_that_the_mask_excludes_is_refused_by_name(ranks: int) -> None:
         error=ConfigError,
         match="position 28 of row 0, .* not pad_token_id=2, but attention_mask excludes it.*Set config",
     )
+
+
+def test_the_loss_of_a_model_without_a_head_is_not_read() -> None:
+    """transformers warns of its unknown ``loss_type``, as if the user had set one."""
+    sizes: dict[str, Any] = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_hidden_layers": 1}
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+    loss = PropertyMock(side_effect=AssertionError)
+    with patch.object(type(model.model), "loss_function", new=loss):
+        assert not has_row_head(model.model)
 
 
 def test_a_head_of_another_kind_is_refused_by_name() -> None:
