@@ -57,9 +57,11 @@ def _sharing_the_world_group(world: dist.ProcessGroup) -> Iterator[None]:
     Where there are GPUs PyTorch makes another group for it, in 2.10 one whose messages between GPUs are
     NCCL's: those that were to be gloo's, such as of ranks that share a GPU, which NCCL refuses.
     """
-    own = device_mesh.get_backend  # pyright: ignore[reportPrivateImportUsage]
-    if dist.get_backend(world) == "gloo":
-        device_mesh.get_backend = lambda *_: "undefined"
+    own: Any = getattr(device_mesh, "get_backend", None)  # PyTorch imports the function there
+    if own is None or dist.get_backend(world) != "gloo":
+        yield
+        return
+    device_mesh.get_backend = lambda *_: "undefined"
     try:
         yield
     finally:
