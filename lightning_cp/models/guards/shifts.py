@@ -65,7 +65,22 @@ def shift_replacements(handle: SwapHandle) -> list[ReplacedFunction]:
     if not _is_observed(handle):
         return []
     links = [(home, name, ChainedPatch(getattr(home, name))) for home, name in _FUNCTIONS]
-    return [ReplacedFunction(home, name, _noting(name, link), link) for home, name, link in links]
+    replaced = [
+        ReplacedFunction(home, name, _noting(name, link), link) for home, name, link in links
+    ]
+    for one in replaced:
+        _teach_script(one.ours, one.link.original)
+    return replaced
+
+
+def _teach_script(ours: Any, original: Callable[..., Any]) -> None:
+    """Let TorchScript compile calls of ``ours`` as those of the original: it knows functions by identity."""
+    table = torch.jit._builtins._get_builtin_table()  # type: ignore[attr-defined]
+    if (operator := table.get(id(original))) is not None:
+        table[id(ours)] = operator
+        weakref.finalize(ours, table.pop, id(ours), None)
+    else:  # as a wrapper by torch.jit.script_if_tracing
+        ours.__script_if_tracing_wrapper, ours.__original_fn = True, original
 
 
 def _is_observed(handle: SwapHandle) -> bool:

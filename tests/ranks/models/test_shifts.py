@@ -77,8 +77,13 @@ def of_other_tensors(logits: torch.Tensor, batch: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is a prototype
         nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(2)])
+        assert torch.equal(torch.jit.script(moved)(logits), moved(logits))
     torch.fx.symbolic_trace(Rolled())
     return nested[0], F.pad(input=logits, pad=(0, 1)), torch.narrow(logits, 1, torch.tensor(0), 2)
+
+
+def moved(x: torch.Tensor) -> torch.Tensor:
+    return F.pad(torch.narrow(torch.roll(x, 1, 0), 1, 0, 3), [0, 1])
 
 
 class Rolled(torch.nn.Module):
