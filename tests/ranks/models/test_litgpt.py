@@ -37,6 +37,7 @@ from tests.helpers.models.matrix import (
     whole_sequence,
     worst,
 )
+from tests.helpers.models.mesh import MESH
 from tests.helpers.models.steps import (
     LENGTH,
     Case,
@@ -230,7 +231,7 @@ def test_outside_of_a_step_it_is_the_plain_model(model: str) -> None:
 
 
 def test_what_was_swapped_is_reported() -> None:
-    handle = swap_attention(litgpt_model(**LLAMA), None)  # type: ignore[arg-type]
+    handle = swap_attention(litgpt_model(**LLAMA), MESH)
     assert handle.report[0] == SwapReportRow(
         modules="transformer.h.*.attn",
         count=2,

@@ -13,6 +13,7 @@ from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.models.swap import swap_attention
 from tests.helpers.models.litgpt_zoo import LLAMA, litgpt_file, litgpt_model, needs_litgpt
 from tests.helpers.models.matrix import case_of
+from tests.helpers.models.mesh import MESH
 from tests.helpers.models.steps import Case, make_batch, make_model, start
 from tests.helpers.pool import expect_on_every_rank
 
@@ -88,7 +89,7 @@ class Other(nn.Module):
 
 
 def swap(model: Any) -> None:
-    swap_attention(model, None).undo()  # type: ignore[arg-type]
+    swap_attention(model, MESH).undo()
 
 
 def test_adapters_are_refused() -> None:
@@ -120,7 +121,7 @@ def test_a_part_of_a_model_cannot_be_listed() -> None:
     with pytest.raises(
         ConfigError, match=r"a part of GPT, a LitGPT model, is listed: .* List the model"
     ):
-        swap_attention(model, None, "auto", [model.transformer.h[0]])  # type: ignore[arg-type]
+        swap_attention(model, MESH, "auto", [model.transformer.h[0]])
 
 
 def test_attention_of_one_block_cannot_be_local() -> None:
@@ -135,7 +136,7 @@ def test_a_whole_model_may_be_left_alone() -> None:
     model, other = litgpt_model(**LLAMA), nn.Linear(2, 2)
     both = nn.ModuleList([model, other])
     model.context_parallel_local = True
-    for handle in (swap_attention(both, None), swap_attention(both, None, "auto", [other])):  # type: ignore[arg-type]
+    for handle in (swap_attention(both, MESH), swap_attention(both, MESH, "auto", [other])):
         handle.activate(None)  # type: ignore[arg-type]
         assert "scaled_dot_product_attention" not in vars(model.transformer.h[0].attn)
         handle.undo()

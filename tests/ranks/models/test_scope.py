@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +18,11 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.models import StepState, SwapHandle, swap_attention
 from lightning_cp.runtime.runtime import ContextParallelRuntime
+from tests.helpers.models.mesh import MESH
 from tests.helpers.models.steps import Case, Outcome, make_model, run_step
 from tests.helpers.pool import run_ranks
 from tests.helpers.strategies.plain_llama import Block, RMSNorm
 
-MESH: Any = SimpleNamespace(cp_size=1, cp_rank=0, sample_size=1)
 VOCAB, ROWS, LENGTH, MEMORY, WIDTH = 31, 2, 29, 7, 64
 
 

@@ -7,7 +7,6 @@ import importlib
 import sys
 import types
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,11 +20,10 @@ from lightning_cp.models import StepState, SwapHandle, num_heads_of, swap_attent
 from lightning_cp.models.handle import install_replacements
 from lightning_cp.models.sdpa import sdpa_replacements
 from lightning_cp.utils.patching import ReplacedFunction
+from tests.helpers.models.mesh import MESH
 from tests.helpers.models.steps import Case, make_batch, make_model
 from tests.helpers.pool import run_ranks
 from tests.helpers.strategies.plain_llama import PlainLlama
-
-MESH: Any = SimpleNamespace(cp_size=1, cp_rank=0, sample_size=1)  # one rank agrees with itself
 
 
 class Kept:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from lightning_cp.layout import SequenceLayout
 from lightning_cp.models import StepState, SwapHandle, swap_attention
 from lightning_cp.models.hf.masks import Visibility, make_note
 from lightning_cp.models.hf.swap import IGNORED_ARGUMENTS, SPEC_ARGUMENTS, attention_function
-
-MESH: Any = SimpleNamespace(cp_size=1, cp_rank=0, sample_size=1)  # one rank agrees with itself
+from tests.helpers.models.mesh import MESH
 
 Q = torch.zeros(1, 4, 8, 16)
 CAUSAL = Visibility(causal=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +19,8 @@ from lightning_cp.models.hf.swap import swap_hf
 from lightning_cp.models.sdpa import sdpa_replacements
 from lightning_cp.models.swap import local_modules
 from tests.helpers.models.later import all_families
+from tests.helpers.models.mesh import MESH
 from tests.helpers.models.steps import Case, make_model
-
-MESH: Any = SimpleNamespace(cp_size=1, cp_rank=0, sample_size=1)  # one rank agrees with itself
 
 
 def hf(name: str, **options: Any) -> Any:
