@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import count as count_up
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import gpu_check, gpu_sections, gpu_training, kernel_rates, launch_sweep
+from benchmarks import gpu_check, gpu_sections, gpu_training, kernel_rates, launch_sweep, long_step
 from benchmarks.gpu_check import GpuReport, Section
 from benchmarks.gpu_sections import CHECKS, Check
 from lightning_cp.bench.kernels import KernelRow
 from lightning_cp.bench.methods import AttentionCase
+from lightning_cp.bench.timers import Samples
 from lightning_cp.kernels.triton.blocks import BlockConfigs, Key
 from tests.helpers.pool import call_on_ranks
 
@@ -146,6 +148,12 @@ def test_a_section_rehearses(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     def on_ranks(count: int, function: Any, *arguments: Any, device_type: str) -> Any:
         return call_on_ranks(count, function, *arguments)
 
+    def growing(step: Callable[[], object], **_: Any) -> Samples:
+        step()
+        return Samples([float(next(numbers))], [float(next(numbers))])
+
+    numbers = count_up(1)
+    monkeypatch.setattr(long_step, "measure", growing)  # noise could take less time for more layers
     monkeypatch.setattr(gpu_sections, "on_ranks", on_ranks)
     check = next(check for check in CHECKS if check.name == name)
     found = Section.of(name, check.title, lambda: check.run(SMALL, tmp_path))
