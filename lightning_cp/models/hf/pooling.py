@@ -35,9 +35,8 @@ def has_row_head(model: Any) -> bool:
     """True if a Hugging Face model has one value per row, by its class or its loss function."""
     if type(model).__name__.endswith("ForSequenceClassification"):
         return True
-    if "labels" not in parameters_of(
-        model
-    ):  # reading its loss_function would warn of an unknown loss_type
+    # Reading the loss_function of a model that takes no labels would warn of an unknown loss_type.
+    if "labels" not in parameters_of(model):
         return False
     loss = getattr(model, "loss_function", None)
     return getattr(loss, "__name__", "") == "ForSequenceClassificationLoss"
