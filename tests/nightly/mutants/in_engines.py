@@ -233,5 +233,16 @@ ENGINE_MUTANTS = (
         ("tests/unit/utils/test_tensors.py",),
         "Gradients of another dtype or device are neither clipped nor looked at for NaN.",
     ),
+    Mutant(
+        "an axis of all ranks has a group of its own beside GPUs",
+        "lightning_cp/comm/groups.py",
+        '    device_mesh.get_backend = lambda *_: "undefined"\n',
+        "",
+        (
+            "tests/ranks/comm/test_groups.py::"
+            "test_axes_of_all_ranks_take_the_world_s_group_of_gloo_beside_gpus",
+        ),
+        "With torch 2.10 ranks that share a GPU get a group of NCCL's, which refuses them.",
+    ),
 )
 """All seeded mutants of engines."""

@@ -151,4 +151,14 @@ FAULT_MUTANTS = (
         ),
         "On a busy machine nobody says where the lost rank was.",
     ),
+    Mutant(
+        "calls that an exception ends stay open",
+        "lightning_cp/watchdog/phase.py",
+        "part.register_forward_hook, end, always_call=True",
+        "part.register_forward_hook, end",
+        (
+            "tests/unit/watchdog/test_verdicts.py::test_a_call_that_recomputation_ends_early_is_over",
+        ),
+        "A timeout's first line says that a rank is in a module that it left long ago.",
+    ),
 )
