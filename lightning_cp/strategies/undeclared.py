@@ -91,11 +91,15 @@ def collect_undeclared(
         errors.append(error)
     except (ConfigError, ShapeError):
         pass  # refused when it is sharded
-    merged = merge_errors(errors, settings)
+    asks_labels = any("labels" in error.arguments for error in errors)
+    asks_key = any("label_key" in error.arguments for error in errors)
     tensors = dict(tensors_of(batch))
     labels, ids = tensors.get(key), tensors.get("input_ids")
+    if asks_labels and labels is None and not asks_key:  # how it reads them is no question
+        errors = [error for error in errors if error.arguments != {"labels": "aligned"}]
+        return merge_errors([*errors, UndeclaredError([], {"labels": "none"})], settings)
+    merged = merge_errors(errors, settings)
     shifted = None if labels is None or ids is None else are_shifted(labels, ids)
-    asks_labels = any("labels" in error.arguments for error in errors)
     if asks_labels and shifted is False:  # with "aligned", each token would be its own target
         return UndeclaredError(merged.questions, {**merged.arguments, "labels": "shift"})
     return merged

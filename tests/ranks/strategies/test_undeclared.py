@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_cp import ContextParallelMixin
 from lightning_cp.errors import ConfigError, UndeclaredError
 from lightning_cp.fabric import UlyssesRingStrategy as Fabrics
 from tests.helpers.pool import run_ranks
@@ -141,6 +142,45 @@ def test_fabric_asks_at_once() -> None:
 
 def test_it_is_a_config_error() -> None:
     assert issubclass(UndeclaredError, ConfigError)
+
+
+# -- a batch without labels --------------------------------------------------------------------------------
+
+
+class Scores(ContextParallelMixin, Silent):
+    """A number for each row, from the last token of a batch that has tokens alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.sequence_pick(self(batch["input_ids"])[..., 0], -1).square().mean()
+
+
+def tokens() -> DataLoader[Any]:
+    rows: list[Any] = [{"input_ids": row["input_ids"]} for row in samples(8)]
+    return DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+
+
+def start_without_labels(rank: int, world_size: int) -> tuple[str, torch.Tensor]:
+    with pytest.raises(UndeclaredError) as caught:
+        trainer_of(world_size, {"labels": "auto"}).fit(Scores(), tokens())
+    module, message = Scores(), str(caught.value)
+    trainer_of(world_size, {"labels": "auto", **pasted(message)}).fit(module, tokens())
+    return message, weights(module)
+
+
+def score_alone(rank: int, world_size: int) -> torch.Tensor:
+    module = Scores()
+    trainer_of(world_size, None).fit(module, tokens())
+    return weights(module)
+
+
+@pytest.mark.quick("2")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_batch_without_labels_is_shown_losses_of_rows(ranks: int) -> None:
+    (alone,) = run_ranks(1, score_alone)
+    for message, got in run_ranks(ranks, start_without_labels):
+        assert pasted(message) == {"num_heads": 4, "labels": "none"}
+        assert "reads its labels" not in message
+        close(got, alone)
 
 
 # -- what no declaration helps ------------------------------------------------------------------------
