@@ -98,8 +98,8 @@ def rewarded(module: Model, batch: Batch) -> torch.Tensor:
 
 def denoised(module: Model, batch: Batch) -> torch.Tensor:
     x = module.logits(batch)
-    levels = torch.rand(len(x), 1, 1)
-    noise = module.draw_whole(torch.randn_like, x)
+    levels = torch.rand(len(x), 1, 1, dtype=torch.float64)
+    noise = module.draw_whole(torch.randn_like, x.double())  # in any precision the same numbers
     return module.sequence_mean((x - levels * noise).square()).mean()
 
 
@@ -208,6 +208,7 @@ def trained(
     labels = "aligned" if kind == "mixed" else "none"
     module = Model(kind, feature, data if settings is None else 1)
     options = {} if feature == "bf16" and wide else FEATURES[feature]
+    rows: Any = batches(feature, labels, alone=settings is None)
     if feature == "bf16" and not wide:
         module.float()
         torch.set_default_dtype(torch.float32)
@@ -220,7 +221,6 @@ def trained(
             for block in module.model.blocks:
                 block.compile(backend="aot_eager")
     before = weights(module).double()
-    rows: Any = batches(feature, labels, alone=settings is None)
     try:
         trainer = trainer_of(world_size, settings, **options)
         trainer.fit(module, DataLoader(rows, batch_size=None))
