@@ -373,10 +373,10 @@ class Meeting:
         return []
 
     def _leave(self, kind: str, *text: str) -> None:
-        """Write a file atomically."""
+        """Write a file atomically, also where a watcher's thread writes another one."""
         path = self._folder / f"{self._place.rank}.{kind}"
         with suppress(OSError):
-            part = path.with_suffix(".part")
+            part = path.with_name(f"{path.name}-{threading.get_ident()}")
             part.write_text(json.dumps(text))
             part.rename(path)
 

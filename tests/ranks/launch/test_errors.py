@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import time
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -280,6 +281,28 @@ def test_a_rank_ends_as_the_meeting_is_cleared_away(
     shown: list[bool] = []
     meeting.show(ConfigError("sizes"), lambda: shown.append(True))
     assert shown == [True]
+
+
+def test_a_watcher_s_thread_takes_no_file_of_the_thread_that_raised(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    meeting = console.Meeting(tmp_path, console.ProcessPlace(0, "rank 0 of 2", 2))
+    monkeypatch.setattr(console, "MEETING", 0.0)
+    monkeypatch.setattr(console, "SHOWING", 0.0)
+    rename, kinds = Path.rename, []
+
+    def end_as_well(path: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "rename", rename)
+        watcher = threading.Thread(target=meeting.give_way, args=("rank 1 shows its error",))
+        watcher.start()
+        watcher.join()
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", end_as_well)
+    meeting.show(
+        ConfigError("sizes"), lambda: kinds.append(json.loads((tmp_path / "0.card").read_text())[0])
+    )
+    assert kinds == ["own"]
 
 
 def test_an_error_is_shown_where_the_others_do_not_come(
