@@ -67,7 +67,7 @@ def test_packed_rows_equal_one_process(layout: str, ring: int, ulysses: int) -> 
         ({"mode": "zigzag_llama3"}, {"balanced"}),
         ({"mode": "ring", "exchange": "rotation"}, {"balanced", "zigzag"}),
     ],
-    ids=str,
+    ids=["all-gather", "rotation"],
 )
 def test_keys_that_all_travel_take_even_layouts(exchange: dict[str, str], kinds: set[str]) -> None:
     """What is dear in a ring, which would take another one, costs nothing, or the same in every layout."""
