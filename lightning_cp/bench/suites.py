@@ -24,6 +24,7 @@ from lightning_cp.bench.model_step import OverheadRow, measure_overheads
 from lightning_cp.bench.modes import ModeRow, measure_modes
 from lightning_cp.bench.settings import BenchSettings
 from lightning_cp.bench.timers import largest_spread
+from lightning_cp.utils.colors import color_of
 from lightning_cp.utils.console import markdown_table, percent
 
 Tell = Callable[[str], None]
@@ -296,7 +297,7 @@ def draw_kernels(rows: Sequence[KernelRow], headline: str, picture: Path) -> Non
     figure, axes = _figure(len(panels), f"{title}\n{headline}")
     unit = Unit.of([row.both_tflops for row in measured])
     lines = group_rows(measured, lambda r: (r.kernel, r.dtype, r.head_dim))
-    colors = {key: f"C{number}" for number, (key, _) in enumerate(lines)}
+    colors = {key: color_of(number) for number, (key, _) in enumerate(lines)}
     shapes = len({(row.dtype, row.head_dim) for row in measured}) > 1
     for ((mask,), part), axis in zip(panels, axes, strict=True):
         for key, line in group_rows(part, lambda r: (r.kernel, r.dtype, r.head_dim)):
@@ -322,7 +323,7 @@ def draw_links(rows: Sequence[LinkRow], headline: str, picture: Path) -> None:
     title = "Links: what a rank sends while it receives as much"
     figure, axes = _figure(len(panels), f"{title}\n{headline}", share=True)
     names = group_rows(rows, lambda r: (r.axis, r.collective))
-    colors = {key: f"C{number}" for number, (key, _) in enumerate(names)}
+    colors = {key: color_of(number) for number, (key, _) in enumerate(names)}
     for ((ulysses, ring), part), axis in zip(panels, axes, strict=True):
         for key, line in group_rows(part, lambda r: (r.axis, r.collective)):
             style = {"color": colors[key], "marker": "o", "label": ", ".join(map(str, key))}
@@ -358,9 +359,9 @@ def _bars(axis: Any, rows: Sequence[ModeRow]) -> None:
             axis.barh(at, both, color="lightgray", label="both, not taken apart for certain")
         else:
             compute = min(row.compute * 1e3, both)
-            axis.barh(at, compute, color="C0", label="compute")
+            axis.barh(at, compute, color=color_of(0), label="compute")
             left = {"left": compute, "label": "exposed communication"}
-            axis.barh(at, both - compute, color="C1", **left)
+            axis.barh(at, both - compute, color=color_of(1), **left)
         share = "" if row.efficiency is None else f" {row.efficiency:.0%}"
         axis.text(both, at, share, va="center", fontsize=8)
     first = rows[0]
@@ -396,7 +397,7 @@ def draw_compute(rows: Sequence[ComputeRow], headline: str, picture: Path) -> No
 def draw_overheads(rows: Sequence[OverheadRow], headline: str, picture: Path) -> None:
     """Draw milliseconds of a layer and of a step in each mode."""
     figure, axes = _figure(1, f"A training step of next to nothing\n{headline}")
-    for name, color, move in (("layer", "C0", -0.2), ("step", "C1", 0.2)):
+    for name, color, move in (("layer", color_of(0), -0.2), ("step", color_of(1), 0.2)):
         at = [number + move for number in range(len(rows))]
         times = [getattr(row, f"{name}_seconds") * 1e3 for row in rows]
         axes[0].barh(at, times, height=0.4, color=color, label=f"a {name}")

@@ -18,23 +18,13 @@ from lightning_cp.layout.documents import Ints
 from lightning_cp.layout.sequence import SequenceLayout
 from lightning_cp.layout.streams import GRADIENTS, KEYS, Messages, StreamEvent, stream_events
 from lightning_cp.layout.tiles import Schedule, schedule
+from lightning_cp.utils.colors import color_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-RANK_COLORS = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#D55E00",
-    "#F0E442",
-    "#777777",
-)
-"""Okabe and Ito's colours, which differ for the colour-blind too; more ranks repeat them."""
-COMPUTE, WAIT = "#0072B2", "#D9D9D9"
-LOADS = {KEYS: "#E69F00", GRADIENTS: "#009E73"}
+COMPUTE, WAIT = color_of(0), "#D9D9D9"
+LOADS = {KEYS: color_of(1), GRADIENTS: color_of(2)}
 PAIR_SECONDS = 4 * DEFAULT_HEADS.query * DEFAULT_HEADS.dim / 600e12
 """Seconds of a (query, key) pair in forward, all heads together, on the machine of ``CostModel()``."""
 BACKWARD_WORK = 2.5
@@ -277,9 +267,7 @@ def _color(rank: int, own: bool = True) -> tuple[float, float, float]:
     from matplotlib.colors import to_rgb
 
     strength = 1.0 if own else 0.5
-    red, green, blue = (
-        1 - strength * (1 - x) for x in to_rgb(RANK_COLORS[rank % len(RANK_COLORS)])
-    )
+    red, green, blue = (1 - strength * (1 - x) for x in to_rgb(color_of(rank)))
     return red, green, blue
 
 

@@ -16,6 +16,7 @@ from lightning_cp.apps.compare.runs import (
     pair,
 )
 from lightning_cp.errors import ConfigError
+from lightning_cp.utils.colors import color_of
 
 FLOAT32_TOLERANCE = 1e-4
 """Rounding in another order, over a run. No bound follows from theory; a wrong seam is far above."""
@@ -130,7 +131,7 @@ def draw(runs: Sequence[TrainRun], found: Sequence[Deviation], picture: Path) ->
     figure = Figure(figsize=(9, 7), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     compared = {deviation.run.folder for deviation in found}
-    colors = {run.folder: f"C{number}" for number, run in enumerate(runs)}
+    colors = {run.folder: color_of(number) for number, run in enumerate(runs)}
     for run in runs:
         curve = run.curves["train/loss"]
         width = 1.2 if run.folder in compared else 3.5  # baselines stay visible behind the others

@@ -24,6 +24,7 @@ from lightning_cp.apps.compare.runs import (
     is_free,
 )
 from lightning_cp.errors import ConfigError
+from lightning_cp.utils.colors import color_of
 
 VALIDATION = "val/loss"
 MISSING = "-"
@@ -278,7 +279,7 @@ def draw(groups: Sequence[RunGroup], picture: Path) -> None:
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     for number, group in enumerate(groups):
-        _draw_steps(left, group, f"C{number}")
+        _draw_steps(left, group, color_of(number))
     left.set(xlabel="step", ylabel="validation, bits per byte", title="the best of each strong")
     _draw_swept(right, groups)
     right.set(ylabel="validation at the end, bits per byte", title="every run, by what was swept")
@@ -304,7 +305,7 @@ def _draw_swept(axes: Any, groups: Sequence[RunGroup]) -> None:
     for number, group in enumerate(groups):
         ends = [(_where(trial, name), trial.bits) for trial in group.trials]
         xs, ys = zip(*(sorted(ends) if name else ends), strict=True)
-        style = {"color": f"C{number}", "marker": "o"}
+        style = {"color": color_of(number), "marker": "o"}
         axes.plot(xs, ys, ls="-" if name else "", ms=4, label=group.name, **style)
         for trial in group.trials:
             every = [final_bits(run) for run in trial.runs]

@@ -18,6 +18,7 @@ from lightning_cp.planner.machines import GIB, TERA
 from lightning_cp.planner.memory import Memory
 from lightning_cp.planner.search import MethodPlan, Rejected, SearchResult, model_flops
 from lightning_cp.planner.time_model import CommVolume, comm_volumes
+from lightning_cp.utils.colors import color_of
 from lightning_cp.utils.console import markdown_table
 
 FEW_TOKENS = 2048
@@ -441,13 +442,12 @@ def _name(case: PlanCase) -> str:
 def _memory(axis: Any, bars: Sequence[Bar]) -> None:
     """Draw one bar for each plan, the fastest on top; bars beyond the line do not fit."""
     left = [0.0] * len(bars)
-    kinds = [*bars[0][1].by_kind, "reserve"]
-    at = range(len(bars))
-    for number, kind in enumerate(kinds):
-        sizes = [{**m.by_kind, "reserve": m.reserve}[kind] / GIB for _, m in bars]
-        color = "lightgray" if kind == "reserve" else f"C{number}"
-        if any(sizes):
-            axis.barh(at, sizes, left=left, label=kind, color=color)
+    at, memories = range(len(bars)), [memory for _, memory in bars]
+    kinds = [kind for kind in memories[0].by_kind if any(m.by_kind[kind] for m in memories)]
+    for number, kind in enumerate([*kinds, "reserve"]):
+        sizes = [{**m.by_kind, "reserve": m.reserve}[kind] / GIB for m in memories]
+        color = "lightgray" if kind == "reserve" else color_of(number)
+        axis.barh(at, sizes, left=left, label=kind, color=color)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     capacity = bars[0][1].capacity / GIB
     axis.axvline(capacity, color="black", ls="--", lw=1)
@@ -467,7 +467,7 @@ def _work(axis: Any, case: PlanCase) -> None:
     documents = Documents.single(length)
     contiguous = SequenceLayout(length, mesh.ring, mesh.ulysses, "contiguous")
     ranks = list(range(mesh.ring))
-    for layout, color, aside in ((contiguous, "lightgray", -0.2), (case.layout, "C0", 0.2)):
+    for layout, color, aside in ((contiguous, "lightgray", -0.2), (case.layout, color_of(0), 0.2)):
         work = schedule(layout, documents, Mask()).work
         mean, at = sum(work) / len(work), [rank + aside for rank in ranks]
         axis.bar(at, [one / mean for one in work], width=0.4, color=color, label=layout.kind)

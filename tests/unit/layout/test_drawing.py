@@ -16,9 +16,9 @@ from lightning_cp.layout.drawing import (
     COMPUTE,
     LOADS,
     PAIR_SECONDS,
-    RANK_COLORS,
     draw_timeline,
 )
+from lightning_cp.utils.colors import color_of
 
 DOCUMENTS = Documents.from_cu_seqlens([0, 70, 240, 290, 350, 410])
 LAYOUTS = {
@@ -64,7 +64,7 @@ def test_pairs_have_the_colour_of_the_rank_that_computes_them(layout: SequenceLa
     for path, color in zip(tiles.get_paths(), tiles.get_facecolor(), strict=True):
         drawn[tuple(color[:3].round(4))] += area(path.vertices[:-1])
     for rank in range(layout.ring_size):
-        color = np.array(to_rgb(RANK_COLORS[rank]))
+        color = np.array(to_rgb(color_of(rank)))
         own = int(plan.pairs[rank, rank])
         received = int(plan.pairs[rank].sum()) - own
         error = 0.25 * len(tiles.get_paths())
