@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lightning_cp.strategies.trainer import UlyssesRingStrategy as UlyssesRingStrategy
     from lightning_cp.throughput.callback import ThroughputCallback as ThroughputCallback
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "AttentionSpec": "lightning_cp.attention.spec",

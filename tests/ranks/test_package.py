@@ -13,15 +13,20 @@ from pathlib import Path
 
 import pytest
 
+import lightning_cp
+
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel and the sdist of this checkout."""
-    folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return build(ROOT, tmp_path_factory.mktemp("dist"))
+
+
+def build(sources: Path, folder: Path, *options: str) -> Path:
+    command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder), *options]
+    done = subprocess.run(command, cwd=sources, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -82,6 +87,22 @@ def test_the_sdist_is_a_checkout(built: Path) -> None:
         "constraints-oldest.txt pyproject.toml"
     )
     assert set(at_root.split()) <= names
+
+
+def test_the_sdist_makes_the_same_wheel(built: Path, tmp_path: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (sources,) = tmp_path.iterdir()
+    wheels = [*built.glob("*.whl"), *build(sources, tmp_path / "dist", "-t", "wheel").glob("*.whl")]
+    first, second = (contents(wheel) for wheel in wheels)
+    assert first == second
+    assert f"lightning_cp-{lightning_cp.__version__}.dist-info/METADATA" in first
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
 
 
 def imported() -> set[str]:
