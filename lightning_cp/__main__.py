@@ -27,17 +27,23 @@ WITHOUT_HYDRA = ("checkpoint",)
 COMPLETION = "completion"
 _QUERY = "query"
 
-# In bash "=" would begin a new word. Both shells call one function of bash, which zsh brings along.
+# A candidate may end in a space. In bash "=" would begin a new word. zsh calls the same function, and needs
+# the dollar sign of an offset.
 _BASH = """\
 _lightning_cp() {
-  COMPREPLY=($(lightning-cp completion query "${COMP_LINE:0:COMP_POINT}" 2> /dev/null))
+  local IFS=$'\\n'
+  COMPREPLY=($(lightning-cp completion query "${COMP_LINE:0:$COMP_POINT}" 2> /dev/null))
 }
 COMP_WORDBREAKS=${COMP_WORDBREAKS//=/}
 complete -o nospace -o default -F _lightning_cp lightning-cp
 """
+_ZSH = """\
+(( $+functions[compdef] )) || { autoload -U compinit && compinit; }
+autoload -U +X bashcompinit && bashcompinit
+"""
 SCRIPTS = {
     "bash": _BASH,
-    "zsh": f"autoload -U +X bashcompinit && bashcompinit\n{_BASH}",
+    "zsh": f"{_ZSH}{_BASH}",
     "fish": "complete -c lightning-cp -a '(lightning-cp completion query (commandline -cp) 2> /dev/null)'\n",
 }
 """Shell -> the text that it evaluates."""

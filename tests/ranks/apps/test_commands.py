@@ -72,22 +72,31 @@ def test_candidates(line: str, found: list[str]) -> None:
     assert candidates(line) == found
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_bash_completes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("lightning-cp train strategy=zig", "<strategy=zigzag_llama3>"),
+        ("lightning-cp com", "<compare ><completion >"),
+    ],
+)
+def test_shells_complete(shell: str, line: str, found: str, tmp_path: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"needs {shell}")
     program = tmp_path / "lightning-cp"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m lightning_cp "$@"\n')
     program.chmod(0o755)
-    line = "lightning-cp train strategy=zig"
     script = (
-        f"{SCRIPTS['bash']}\nCOMP_LINE='{line}'\nCOMP_POINT={len(line)}\n_lightning_cp\n"
-        'printf "%s\\n" "${COMPREPLY[@]}"\n'
+        f"compdef() {{ :; }}\n{SCRIPTS[shell]}\nCOMP_LINE='{line}'\nCOMP_POINT={len(line)}\n"
+        '_lightning_cp\nprintf "<%s>" "${COMPREPLY[@]}"\n'
     )
     done = subprocess.run(
-        ["bash", "-c", script],
+        [shell, "-c", script],
         env={**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         check=True,
         timeout=60,
     )
-    assert done.stdout.split() == ["strategy=zigzag_llama3"]
+    assert done.stdout == found
+    assert not done.stderr
