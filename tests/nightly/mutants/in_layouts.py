@@ -38,12 +38,12 @@ LAYOUT_MUTANTS = (
         "The last query of a window loses a key at a tile's edge only.",
     ),
     Mutant(
-        "two tokens on the diagonal are full",
+        "a key one token ahead of a window is seen",
         COLUMNS,
         "ahead = k_to - 1 - q_from <= right",
         "ahead = k_to - 1 - q_from <= right + 1",
         (COVER,),
-        "The first token of a pair sees the second one; longer tiles are right.",
+        "A tile that ends one key behind its window is called full; causal tiles are right.",
     ),
     Mutant(
         "a document one token too long",

@@ -34,6 +34,7 @@ PACKED = Documents.from_cu_seqlens([0, 3, 17, 18, 40])
 @example(Case(FULL_RING, PACKED, Mask(causal=False, window=(7, 3))))
 @example(Case(SequenceLayout(37, 3, 2), Documents.single(37), Mask(window=(5, -1))))
 @example(Case(SequenceLayout(24, 3), TWO_ROWS, Mask(causal=False)))
+@example(Case(SequenceLayout(3, 1), Documents.single(3), Mask(causal=False, window=(2, 1))))
 def test_tiles_cover_each_visible_pair_once(case: Case) -> None:
     counts = computed(case, case.plan)
     assert np.array_equal(counts, visible(case).astype(np.int64))
