@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, SupportsIndex, cast
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp.comm.all_gather import all_gather
+from lightning_cp.comm.consensus import Facts
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import SequenceLayout
@@ -27,6 +28,13 @@ from lightning_cp.utils.tensors import to_device, to_list
 Index = int | Sequence[int] | torch.Tensor
 """A place in each sequence: one number for all, or one for each."""
 
+SAME_ARGUMENTS = (
+    "Give all of them values of one shape and dtype, with a gradient and a mask or without, and the same "
+    "index: -1 is the last token that is not padding. sequence_sum(mask) - 1 counts the tokens of whole "
+    "rows, mask.sum(1) - 1 those of a rank."
+)
+"""The fix of arguments that differ between ranks."""
+
 
 @dataclass(frozen=True, eq=False)
 class PartialSums:
@@ -35,6 +43,12 @@ class PartialSums:
     own: torch.Tensor
     """[sequences, ...] in at least float32."""
     finish: Callable[[torch.Tensor], torch.Tensor]
+    arguments: Facts = field(default_factory=dict[str, object])
+    """Arguments of the sums, equal on all ranks."""
+
+    def facts(self) -> Facts:
+        """Return what must be equal on all ranks before they exchange their parts."""
+        return {**self.arguments, "a gradient": self.own.requires_grad}
 
     def over(self, group: dist.ProcessGroup | None) -> torch.Tensor:
         """Return the result, equal on all ranks of ``group``; ``None``: this rank has all tokens.
@@ -134,7 +148,9 @@ class SequenceTokens:
             ShapeError: values or a mask of other tokens.
         """
         self._check_shape("sequence_sum", x)
-        return PartialSums(self._local_sums(x, mask), lambda sums: sums.to(x.dtype))
+        return PartialSums(
+            self._local_sums(x, mask), lambda sums: sums.to(x.dtype), _arguments(x, mask)
+        )
 
     def mean(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> PartialSums:
         """Return the means of ``x`` over sequences, [sequences, ...]; 0 where nothing counts.
@@ -145,14 +161,16 @@ class SequenceTokens:
         sums = self._local_sums(x, mask)
         if mask is None:
             counts = to_device(torch.tensor(self.lengths, dtype=sums.dtype), x.device)
-            return PartialSums(sums, lambda whole: _divide(whole, counts).to(x.dtype))
+            return PartialSums(
+                sums, lambda whole: _divide(whole, counts).to(x.dtype), _arguments(x)
+            )
         counted = self._local_sums(mask.detach().to(sums.dtype), None)
         joined = torch.cat([sums.reshape(self.count, -1), counted[:, None]], dim=1)
 
         def finish(whole: torch.Tensor) -> torch.Tensor:
             return _divide(whole[:, :-1].view_as(sums), whole[:, -1].detach()).to(x.dtype)
 
-        return PartialSums(joined, finish)
+        return PartialSums(joined, finish, _arguments(x, mask))
 
     def pick(self, x: torch.Tensor, index: Index) -> PartialSums:
         """Return the values of one token of each sequence, [sequences, ...]: sums of one term.
@@ -167,7 +185,8 @@ class SequenceTokens:
             ShapeError: values of other tokens, or another number of places.
         """
         self._check_shape("sequence_pick", x)
-        wanted = to_device(torch.tensor(self._places(index)), x.device)
+        given = self._indices(index)
+        wanted = to_device(torch.tensor(self._places(given)), x.device)
         owner, place = self.owner.flatten(), self.place.flatten()
         hit = (owner >= 0) & (place == wanted[owner.clamp(min=0)])
         # The local token of each sequence; the number of tokens where another rank has it.
@@ -176,7 +195,12 @@ class SequenceTokens:
         source = source[:-1]
         is_own = (source < len(owner)).view(-1, *[1] * (x.dim() - 2))
         values = x.flatten(0, 1)[source.clamp(max=len(owner) - 1)].to(_wide(x))
-        return PartialSums(torch.where(is_own, values, 0), lambda whole: whole.to(x.dtype))
+        indices = {f"the index of {self._kind} {at}": each for at, each in enumerate(given)}
+        return PartialSums(
+            torch.where(is_own, values, 0),
+            lambda whole: whole.to(x.dtype),
+            {**_arguments(x), **indices},
+        )
 
     def _local_sums(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Return this rank's part of the sums, [sequences, ...] in at least float32."""
@@ -211,11 +235,14 @@ class SequenceTokens:
                 "batch['shift_labels'], which has a target for every token."
             )
 
-    def _places(self, index: Index) -> list[int]:
-        """Return one place for each sequence, from 0; waits for the device of ``index``.
+    @property
+    def _kind(self) -> str:
+        return "document" if self.is_packed else "row"
+
+    def _indices(self, index: Index) -> list[int]:
+        """Return the index of each sequence, as given; waits for the device of ``index``.
 
         Raises:
-            ConfigError: a place that a sequence does not have.
             ShapeError: not one number, or one for each sequence.
         """
         given = to_list(index) if isinstance(index, torch.Tensor) else index
@@ -224,20 +251,25 @@ class SequenceTokens:
         found = [operator.index(each) for each in given]
         if len(found) != self.count:
             raise ShapeError(
-                f"sequence_pick needs one index for each of {self.count} "
-                f"{'documents' if self.is_packed else 'rows'}, got {len(found)}. An index counts the tokens "
-                "of its own row or document; -1 is the last."
+                f"sequence_pick needs one index for each {self._kind}, of which there are {self.count}, got "
+                f"{len(found)}. An index counts the tokens of its own row or document; -1 is the last."
             )
-        for at, (place, length) in enumerate(zip(found, self.lengths, strict=True)):
-            if not -1 <= place < length or not length:
+        return found
+
+    def _places(self, indices: Sequence[int]) -> list[int]:
+        """Return the place of each sequence's index, from 0.
+
+        Raises:
+            ConfigError: a place that a sequence does not have.
+        """
+        pairs = list(zip(indices, self.lengths, strict=True))
+        for at, (index, length) in enumerate(pairs):
+            if not -1 <= index < length or not length:
                 raise ConfigError(
-                    f"sequence_pick({place}) is not a token of {'document' if self.is_packed else 'row'} "
-                    f"{at}, which has {length} without padding. Give 0 to {length - 1}, or -1 for the last."
+                    f"sequence_pick({index}) is not a token of {self._kind} {at}, which has {length} without "
+                    f"padding. Give 0 to {length - 1}, or -1 for the last."
                 )
-        return [
-            length - 1 if place < 0 else place
-            for place, length in zip(found, self.lengths, strict=True)
-        ]
+        return [length - 1 if index < 0 else index for index, length in pairs]
 
 
 def pick_positions(x: torch.Tensor, at: torch.Tensor, positions: torch.Tensor) -> PartialSums:
@@ -267,6 +299,12 @@ def gather_rows(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tenso
     if group is None or group.size() == 1:
         return x
     return torch.cat(all_gather(x, group))
+
+
+def _arguments(x: torch.Tensor, mask: torch.Tensor | None = None) -> Facts:
+    """Return facts that messages depend on; ranks that share a sample have equally many tokens."""
+    dtype, of_mask = (None if y is None else str(y.dtype).removeprefix("torch.") for y in (x, mask))
+    return {"values": f"{dtype} {list(x.shape)}", "a mask": of_mask}
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:

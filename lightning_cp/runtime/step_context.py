@@ -24,6 +24,7 @@ from lightning_cp.loss.averages import NO_LOSS
 from lightning_cp.loss.counts import TRAINS
 from lightning_cp.loss.review import LossReview
 from lightning_cp.loss.sequence import (
+    SAME_ARGUMENTS,
     Index,
     PartialSums,
     SequenceTokens,
@@ -305,7 +306,7 @@ class StepContext:
         Raises:
             ConfigError, ShapeError: values that do not fit the step.
             RankFailure: that happened on another rank.
-            BatchMismatchError: another rank does not call this.
+            BatchMismatchError: another rank does not call this, or gives it something else.
         """
         handle = self._binding.handle
         if self.part is None or handle is None:
@@ -314,7 +315,8 @@ class StepContext:
             mask = None if self._binding.rules.reads_masks else self.part.padding_mask
             rank, rows = self.mesh.cp_rank, self.part.rows
             self._sequences = SequenceTokens.of(self.part.layout, rank, rows, mask, x.device)
-        own = handle.checks.run(name, partial(of, self._sequences))
+        check, remedy = partial(of, self._sequences), SAME_ARGUMENTS
+        own = handle.checks.run_alike(name, check, PartialSums.facts, remedy)
         return own.over(self.mesh.group(Flat.CP))
 
     def _whole_sequences(self, x: torch.Tensor) -> SequenceTokens:

@@ -13,6 +13,7 @@ WEIGHTING = "lightning_cp/loss/weighting.py"
 COUNTS = "lightning_cp/loss/counts.py"
 POOLING = "lightning_cp/models/hf/pooling.py"
 ROUTER = "lightning_cp/models/hf/router_loss.py"
+HANDLE = "lightning_cp/models/handle.py"
 STEP = "lightning_cp/runtime/step_context.py"
 
 VALUES = "tests/ranks/loss/test_sequence.py::test_"
@@ -71,6 +72,22 @@ LOSS_MUTANTS = (
         "        return PartialSums(torch.where(is_own, values, values)",
         (f"{VALUES}values_and_gradients_equal_one_process",),
         "A reward is the sum of the last token's, and of one of each other rank.",
+    ),
+    Mutant(
+        "an index of a rank alone",
+        SEQUENCE,
+        "{**_arguments(x), **indices},",
+        "_arguments(x),",
+        (f"{LOOPS}arguments_that_differ_between_ranks", f"{ROWS}the_first_check_names_them"),
+        "The last token of each rank's part: a reward that is the sum of several tokens, equal on all ranks.",
+    ),
+    Mutant(
+        "arguments of a rank alone",
+        HANDLE,
+        "check_equal(facts or {}, group, what=what, error=error, remedy=remedy)",
+        "check_equal({}, group, what=what, error=error, remedy=remedy)",
+        (f"{LOOPS}arguments_that_differ_between_ranks",),
+        "Messages of other sizes, which wait for ever or are read from memory that was not written.",
     ),
     Mutant(
         "rows of other data ranks without a gradient",

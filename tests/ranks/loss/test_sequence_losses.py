@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_cp.errors import ConfigError, LightningCPError, ShapeError
+from lightning_cp.errors import BatchMismatchError, ConfigError, LightningCPError, ShapeError
 from tests.helpers.pool import expect_on_every_rank, run_ranks
 from tests.helpers.strategies.small import (
     HYBRID,
@@ -256,6 +256,73 @@ def test_a_place_that_is_not_there(ranks: int, settings: Settings) -> None:
     )
 
 
+def own_last(loop: Loop, batch: Batch) -> torch.Tensor:
+    """The last token of a rank's part, as one process finds that of a row."""
+    mask = torch.ones_like(batch["input_ids"])
+    own = mask.sum(1) - 1 - torch.distributed.get_rank()  # another number of tokens on each rank
+    return of_whole(loop, "sequence_pick", logps(loop, batch), own).sum()
+
+
+def short_of_a_token(loop: Loop, batch: Batch) -> torch.Tensor:
+    """Values of another width on one rank."""
+    width = 5 - (torch.distributed.get_rank() == 1)
+    return of_whole(loop, "sequence_sum", loop.logits(batch)[..., :width]).sum()
+
+
+def narrow(loop: Loop, batch: Batch) -> torch.Tensor:
+    """Values of another dtype on one rank."""
+    values = logps(loop, batch)
+    values = values.float() if torch.distributed.get_rank() else values
+    return of_whole(loop, "sequence_mean", values).sum()
+
+
+def masked_alone(name: str, loop: Loop, batch: Batch) -> torch.Tensor:
+    """One rank gives a mask."""
+    values = logps(loop, batch)
+    masks = [values > -9] if torch.distributed.get_rank() == 1 else []
+    return of_whole(loop, name, values, *masks).sum()
+
+
+def weighted_alone(loop: Loop, batch: Batch) -> torch.Tensor:
+    """One rank gives weights, the others a mask: sums of other dtypes."""
+    values = logps(loop, batch).float()
+    mask = (values > -9).to(torch.float64 if torch.distributed.get_rank() == 1 else torch.bool)
+    return of_whole(loop, "sequence_mean", values, mask).sum()
+
+
+def without_a_gradient(loop: Loop, batch: Batch) -> torch.Tensor:
+    """Other ranks would wait for this one in backward."""
+    values = logps(loop, batch)
+    values = values.detach() if torch.distributed.get_rank() == 1 else values
+    sums = of_whole(loop, "sequence_sum", values)
+    return (sums + 0 * preferences(loop, batch)).sum()
+
+
+SAME = r"ranks that share one sample disagree on {} \(rank 0: {}, rank 1: {}.*Give all of them"
+
+
+@GRIDS
+@pytest.mark.parametrize(
+    ("way", "match"),
+    [
+        (own_last, SAME.format("the index of row 0", r"\d+", r"\d+") + ".*-1 is the last token"),
+        (short_of_a_token, SAME.format("values", r"float64 \[2, \d+, 5\]", r".*, 4\]")),
+        (narrow, SAME.format("values", r"float64 \[2, \d+\]", r"float32 \[2, \d+\]")),
+        (partial(masked_alone, "sequence_sum"), SAME.format("a mask", None, "bool")),
+        (partial(masked_alone, "sequence_mean"), SAME.format("a mask", None, "bool")),
+        (weighted_alone, SAME.format("a mask", "bool", "float64")),
+        (without_a_gradient, SAME.format("a gradient", True, False)),
+    ],
+    ids=["own index", "width", "dtype", "mask of a sum", "mask of a mean", "weights", "gradient"],
+)
+@pytest.mark.quick("own index-ring 3", "width-ring 2", "mask of a mean-ulysses 2")
+def test_arguments_that_differ_between_ranks(
+    ranks: int, settings: Settings, way: Any, match: str
+) -> None:
+    options: dict[str, Any] = {"error": BatchMismatchError, "match": match}
+    expect_on_every_rank(ranks, stepped, settings, way, "none", **options)
+
+
 def at_padding(loop: Loop, batch: Batch) -> torch.Tensor:
     """The second row has 20 tokens."""
     return of_whole(loop, "sequence_pick", logps(loop, batch), torch.tensor([28, 20])).sum()
@@ -305,7 +372,7 @@ def padded(rank: int, world_size: int, settings: Settings, way: Any) -> None:
         (before_the_first, r"sequence_pick\(-2\) is not a token of row 0.*or -1 for the last"),
         (short_mask, r"mask takes values .*this rank's tokens.*compare logits with"),
         (whole_mask, r"mask takes values .*this rank's tokens.*got \(2, 29\)"),
-        (too_few_places, r"needs one index for each of 2 rows, got 1"),
+        (too_few_places, r"needs one index for each row, of which there are 2, got 1"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )

@@ -161,5 +161,5 @@ def test_shapes_that_do_not_fit() -> None:
         tokens.sum(x, torch.ones(3, 10)).over(None)
     with pytest.raises(ShapeError, match="one value for each token"):
         tokens.mean(x, torch.ones(3, 11, 2)).over(None)
-    with pytest.raises(ShapeError, match="one index for each of 3 rows, got 2"):
+    with pytest.raises(ShapeError, match="one index for each row, of which there are 3, got 2"):
         tokens.pick(x, [0, 1]).over(None)
