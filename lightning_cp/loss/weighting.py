@@ -38,10 +38,10 @@ def loss_scale(valid: Sequence[int], cp_rank: int) -> float:
     return valid[cp_rank] * len(valid) / total if total else 0.0
 
 
-def declared_scale(counts: torch.Tensor, cp_rank: int) -> torch.Tensor:
-    """Return ``loss_scale`` of counts on a device, without a copy to the host."""
+def declared_scale(counts: torch.Tensor, cp_rank: int, uncounted: float = 0.0) -> torch.Tensor:
+    """Return ``loss_scale`` of counts on a device, or ``uncounted``, without a copy to the host."""
     total = counts.sum()
-    return torch.where(total > 0, counts[cp_rank] * len(counts) / total, 0.0)
+    return torch.where(total > 0, counts[cp_rank] * len(counts) / total, uncounted)
 
 
 def average_weights(valid: Sequence[float] | torch.Tensor) -> list[float]:
@@ -310,13 +310,18 @@ class StepLoss:
     def scale(
         self, loss: torch.Tensor, optimizers: Iterable[Optimizer], *, automatic: bool = False
     ) -> torch.Tensor:
-        """Return the weighted loss for backward; it shows the unweighted value, for hooks that read it."""
+        """Return the weighted loss for backward; it shows the unweighted value, for hooks that read it.
+
+        Where the group has no targets, ranks weigh alike if the loss has values of whole sequences.
+        """
         rank = self._mesh.cp_rank
         weight = self._weight(optimizers, automatic)
         self._is_used = True
         self._gone.append((self._counts, loss.detach()))
         if self._declared is not None:
-            weighted = loss * (declared_scale(self._declared, rank) * weight).to(loss)
+            uncounted = float(has_sequence_values(loss))
+            scale = declared_scale(self._declared, rank, uncounted)
+            weighted = loss * (scale * weight).to(loss)
         elif not any(self._valid) and has_sequence_values(loss):
             weighted = loss * weight
         elif self._valid[rank]:

@@ -107,6 +107,14 @@ LOSS_MUTANTS = (
         "A preference is not learned from batches whose labels are all -100.",
     ),
     Mutant(
+        "rows without a declared target count nothing",
+        WEIGHTING,
+        "uncounted = float(has_sequence_values(loss))",
+        "uncounted = 0.0",
+        (f"{LOOPS}in_a_batch_without_any_label",),
+        "A preference is not learned from batches in which the step chooses no token.",
+    ),
+    Mutant(
         "weights that add up to 1",
         WEIGHTING,
         "return valid[cp_rank] * len(valid) / total if total else 0.0",

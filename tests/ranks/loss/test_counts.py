@@ -88,6 +88,15 @@ def smoothed(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor
     return 0.5 * F.cross_entropy(logits, targets, label_smoothing=0.1)
 
 
+def without_a_target(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+    """Beside a value of whole rows, which counts nevertheless."""
+    ids = batch["input_ids"]
+    nothing = torch.zeros_like(ids, dtype=torch.bool)
+    values = logits.view(*ids.shape, -1).log_softmax(-1)[..., 3]
+    mean = (values * nothing).sum() / module.count_targets(nothing)
+    return mean + module.sequence_mean(values.exp()).square().sum()
+
+
 WAYS = (cross_entropy, by_hand, by_class, smoothed)
 
 
@@ -108,6 +117,7 @@ def alone(way: Any, *options: Any) -> Any:
 
 CASES: list[Any] = [
     pytest.param(2, RING, cross_entropy, id="ring 2"),
+    pytest.param(2, RING, without_a_target, id="ring 2, a row without targets"),
     pytest.param(3, RING3, by_hand, id="ring 3, by hand"),
     pytest.param(2, ULYSSES, by_class, id="ulysses 2, weights of classes"),
     pytest.param(4, HYBRID, smoothed, id="hybrid, smoothed"),

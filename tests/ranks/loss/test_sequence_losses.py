@@ -134,12 +134,24 @@ def no_label(loop: Loop, batch: Batch) -> torch.Tensor:
     return loop.loss(batch).nan_to_num() + preferences(loop, batch)
 
 
-def without_any_label(rank: int, world_size: int, settings: Settings | None) -> torch.Tensor:
+def no_target(loop: Loop, batch: Batch) -> torch.Tensor:
+    """The step chooses no token, and the whole-row term counts nevertheless."""
+    strategy: Any = loop.fabric.strategy
+    values = logps(loop, batch)
+    mask = torch.zeros_like(values, dtype=torch.bool)
+    count = strategy.count_targets(mask) if loop.parallel else 1
+    return (values * mask).sum() / count + preferences(loop, batch)
+
+
+def without_any_label(
+    rank: int, world_size: int, settings: Settings | None, way: Any
+) -> torch.Tensor:
     loop = Loop(world_size, None if settings is None else settings)
     try:
         for whole in loop.batches(4, use_distributed_sampler=False):
-            whole["labels"].fill_(-100)
-            loop.fabric.backward(no_label(loop, loop.shard(whole)))
+            if way is no_label:
+                whole["labels"].fill_(-100)
+            loop.fabric.backward(way(loop, loop.shard(whole)))
             loop.optimizer.step()
             loop.optimizer.zero_grad()
     finally:
@@ -148,9 +160,10 @@ def without_any_label(rank: int, world_size: int, settings: Settings | None) -> 
 
 
 @GRIDS
-def test_in_a_batch_without_any_label(ranks: int, settings: Settings) -> None:
-    (want,) = run_ranks(1, without_any_label, None)
-    for got in run_ranks(ranks, without_any_label, settings):
+@pytest.mark.parametrize("way", [no_label, no_target])
+def test_in_a_batch_without_any_label(ranks: int, settings: Settings, way: Any) -> None:
+    (want,) = run_ranks(1, without_any_label, None, way)
+    for got in run_ranks(ranks, without_any_label, settings, way):
         close(got, want)
 
 
