@@ -41,7 +41,7 @@ class PartialSums:
     """This rank's part of sums over sequences, and the function that makes the result of the whole sums."""
 
     own: torch.Tensor
-    """[sequences, ...] in at least float32."""
+    """[sequences, ...] in at least float32, or in int64."""
     finish: Callable[[torch.Tensor], torch.Tensor]
     arguments: Facts = field(default_factory=dict[str, object])
     """Arguments of the sums, equal on all ranks."""
@@ -141,36 +141,37 @@ class SequenceTokens:
         """Return the sums of ``x`` over sequences, [sequences, ...]; padding never counts.
 
         Args:
-            x: [B, L, ...], values of this rank's tokens.
-            mask: [B, L], bool or weights of these tokens; ``None``: all count.
+            x: [B, L, ...], values of this rank's tokens; sums of whole numbers and flags are int64.
+            mask: [B, L], bool or weights of these tokens, learned or not; ``None``: all count.
 
         Raises:
             ShapeError: values or a mask of other tokens.
         """
         self._check_shape("sequence_sum", x)
-        return PartialSums(
-            self._local_sums(x, mask), lambda sums: sums.to(x.dtype), _arguments(x, mask)
-        )
+        sums = self._local_sums(x, mask)
+        dtype = sums.dtype if _is_whole(x) else x.dtype
+        return PartialSums(sums, lambda whole: whole.to(dtype), _arguments(x, mask))
 
     def mean(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> PartialSums:
         """Return the means of ``x`` over sequences, [sequences, ...]; 0 where nothing counts.
 
-        As ``sum``. The sums of a mask travel in the same message.
+        As ``sum``; means of whole numbers and flags have PyTorch's default dtype. The sums of a mask travel
+        in the same message.
         """
         self._check_shape("sequence_mean", x)
-        sums = self._local_sums(x, mask)
+        arguments = _arguments(x, mask)
+        dtype = torch.get_default_dtype() if _is_whole(x) else x.dtype
+        sums = self._local_sums(x.double() if _is_whole(x) else x, mask)
         if mask is None:
             counts = to_device(torch.tensor(self.lengths, dtype=sums.dtype), x.device)
-            return PartialSums(
-                sums, lambda whole: _divide(whole, counts).to(x.dtype), _arguments(x)
-            )
-        counted = self._local_sums(mask.detach().to(sums.dtype), None)
+            return PartialSums(sums, lambda whole: _divide(whole, counts).to(dtype), arguments)
+        counted = self._local_sums(mask.to(sums.dtype), None)
         joined = torch.cat([sums.reshape(self.count, -1), counted[:, None]], dim=1)
 
         def finish(whole: torch.Tensor) -> torch.Tensor:
-            return _divide(whole[:, :-1].view_as(sums), whole[:, -1].detach()).to(x.dtype)
+            return _divide(whole[:, :-1].view_as(sums), whole[:, -1]).to(dtype)
 
-        return PartialSums(joined, finish, _arguments(x, mask))
+        return PartialSums(joined, finish, arguments)
 
     def pick(self, x: torch.Tensor, index: Index) -> PartialSums:
         """Return the values of one token of each sequence, [sequences, ...]: sums of one term.
@@ -203,8 +204,8 @@ class SequenceTokens:
         )
 
     def _local_sums(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return this rank's part of the sums, [sequences, ...] in at least float32."""
-        x = x.to(_wide(x))
+        """Return this rank's part of the sums, [sequences, ...] in at least float32, or in int64."""
+        x, is_padding = x.to(_wide(x)), self.owner < 0
         more = [1] * (x.dim() - 2)
         if mask is not None:
             self._check_shape("mask", mask)
@@ -213,9 +214,11 @@ class SequenceTokens:
                     f"mask has one value for each token, {list(self.owner.shape)}, got {tuple(mask.shape)}. "
                     "Sum the values over their last dimensions first, or give one mask for all of them."
                 )
-            counts = mask.view(*mask.shape, *more)
-            x = torch.where(counts != 0, x if mask.dtype is torch.bool else x * counts, 0)
-        x = torch.where((self.owner >= 0).view(*self.owner.shape, *more), x, 0)
+            counts = mask.masked_fill(is_padding, 0).view(*mask.shape, *more)
+            weighted = x if mask.dtype is torch.bool else x * counts
+            # What does not count may be NaN; a learned weight of 0 has the gradient of any other.
+            x = weighted if mask.requires_grad else torch.where(counts != 0, weighted, 0)
+        x = torch.where(is_padding.view(*self.owner.shape, *more), 0, x)
         if not self.is_packed:
             return x.sum(1)
         sums = x.new_zeros(self.count, *x.shape[2:])
@@ -307,8 +310,13 @@ def _arguments(x: torch.Tensor, mask: torch.Tensor | None = None) -> Facts:
     return {"values": f"{dtype} {list(x.shape)}", "a mask": of_mask}
 
 
+def _is_whole(x: torch.Tensor) -> bool:
+    """True for whole numbers and flags."""
+    return not (x.is_floating_point() or x.is_complex())
+
+
 def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+    return torch.int64 if _is_whole(x) else torch.promote_types(x.dtype, torch.float32)
 
 
 def _divide(sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

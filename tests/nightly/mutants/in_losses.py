@@ -16,6 +16,7 @@ ROUTER = "lightning_cp/models/hf/router_loss.py"
 HANDLE = "lightning_cp/models/handle.py"
 STEP = "lightning_cp/runtime/step_context.py"
 
+UNIT = "tests/unit/loss/test_sequence.py::test_"
 VALUES = "tests/ranks/loss/test_sequence.py::test_"
 LOOPS = "tests/ranks/loss/test_sequence_losses.py::test_"
 HEADS = "tests/ranks/models/test_row_heads.py::test_a_head_takes_its_token_from_any_rank"
@@ -42,8 +43,8 @@ LOSS_MUTANTS = (
     Mutant(
         "padding summed",
         SEQUENCE,
-        "x = torch.where((self.owner >= 0).view(*self.owner.shape, *more), x, 0)",
-        "x = torch.where((self.owner >= -1).view(*self.owner.shape, *more), x, 0)",
+        "x = torch.where(is_padding.view(*self.owner.shape, *more), 0, x)",
+        "x = torch.where(is_padding.view(*self.owner.shape, *more), x, x)",
         (f"{VALUES}values_and_gradients_equal_one_process",),
         "What a model says of padding counts for the last document of a pack, or for the row.",
     ),
@@ -58,18 +59,40 @@ LOSS_MUTANTS = (
     Mutant(
         "means over a rank's own mask",
         SEQUENCE,
-        "return _divide(whole[:, :-1].view_as(sums), whole[:, -1].detach()).to(x.dtype)",
-        "return _divide(whole[:, :-1].view_as(sums), counted.detach()).to(x.dtype)",
+        "return _divide(whole[:, :-1].view_as(sums), whole[:, -1]).to(dtype)",
+        "return _divide(whole[:, :-1].view_as(sums), counted).to(dtype)",
         (f"{VALUES}values_and_gradients_equal_one_process",),
         "Embeddings that are several times too long, by another factor on each rank.",
     ),
     Mutant(
+        "weights that learn from sums alone",
+        SEQUENCE,
+        "_divide(whole[:, :-1].view_as(sums), whole[:, -1])",
+        "_divide(whole[:, :-1].view_as(sums), whole[:, -1].detach())",
+        (f"{VALUES}values_and_gradients_equal_one_process", f"{UNIT}gradients_of_learned_weights"),
+        "A pooling by attention whose weights grow, as a mean over them would not let them.",
+    ),
+    Mutant(
+        "weights of 0 do not learn",
+        SEQUENCE,
+        "weighted if mask.requires_grad else torch.where(counts != 0, weighted, 0)",
+        "torch.where(counts != 0, weighted, 0)",
+        (f"{VALUES}values_and_gradients_equal_one_process", f"{UNIT}gradients_of_learned_weights"),
+        "A gate that is exactly 0 stays so.",
+    ),
+    Mutant(
+        "counts of a mask are true or false",
+        SEQUENCE,
+        "dtype = sums.dtype if _is_whole(x) else x.dtype",
+        "dtype = x.dtype",
+        (f"{UNIT}sums_of_whole_numbers_are_torch_s",),
+        "A sum divided by sequence_sum(mask) is divided by 1.",
+    ),
+    Mutant(
         "a token of every rank",
         SEQUENCE,
-        "values = x.flatten(0, 1)[source.clamp(max=len(owner) - 1)].to(_wide(x))\n"
-        "        return PartialSums(torch.where(is_own, values, 0)",
-        "values = x.flatten(0, 1)[source.clamp(max=len(owner) - 1)].to(_wide(x))\n"
-        "        return PartialSums(torch.where(is_own, values, values)",
+        "torch.where(is_own, values, 0),\n",
+        "torch.where(is_own, values, values),\n",
         (f"{VALUES}values_and_gradients_equal_one_process",),
         "A reward is the sum of the last token's, and of one of each other rank.",
     ),

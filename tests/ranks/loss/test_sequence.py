@@ -33,15 +33,26 @@ def documents_of(kind: str) -> Documents | None:
     return Documents.from_cu_seqlens(torch.tensor([[0, 5, 30, 37], [0, 37, 37, 37]]))
 
 
+def learned_of(weights: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Weights of tokens with a gradient, some of which are exactly 0."""
+    return torch.where(weights > 0.3, weights * scale.exp(), scale - scale.detach())
+
+
 def loss_of(
-    x: torch.Tensor, weights: torch.Tensor, tokens: SequenceTokens, group: Any
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    learned: torch.Tensor,
+    tokens: SequenceTokens,
+    group: Any,
 ) -> torch.Tensor:
     """A function of sums, means and single tokens that is not linear in any of them."""
     sums = tokens.sum(x.square(), weights).over(group)
     means = tokens.mean(x, weights > 0.5).over(group)
     last, first = (tokens.pick(x, at).over(group) for at in (-1, 0))
     every = tokens.sum(x).over(group)  # of padding, too, if it counted
-    return F.logsigmoid(sums.mean() - means.exp().sum()) + (last * first + every).sin().sum()
+    gated, pooled = (of(x, learned).over(group) for of in (tokens.sum, tokens.mean))
+    found = (last * first + every).sin() + (gated * pooled).cos()
+    return F.logsigmoid(sums.mean() - means.exp().sum()) + found.sum()
 
 
 def on_ranks(
@@ -56,7 +67,8 @@ def on_ranks(
     local = mesh.shard(whole, layout, pad_value=1e3)
     tokens = SequenceTokens.of(layout, mesh.cp_rank, ROWS)
     own_weights = mesh.shard(weights, layout)
-    loss = loss_of(local * scale, own_weights, tokens, mesh.group(Flat.CP))
+    learned = learned_of(own_weights, scale[0])
+    loss = loss_of(local * scale, own_weights, learned, tokens, mesh.group(Flat.CP))
     weight = shares[mesh.cp_rank] * mesh.cp_size / sum(shares)
     (loss * weight).backward()
     assert scale.grad is not None

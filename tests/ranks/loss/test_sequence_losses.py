@@ -66,6 +66,14 @@ def pooled(loop: Loop, batch: Batch) -> torch.Tensor:
     return (means[:, :4].tanh() - 0.2).square().mean()
 
 
+def attended(loop: Loop, batch: Batch) -> torch.Tensor:
+    """A regression of means by learned weights, divided by a count of a mask."""
+    logits, mask = loop.logits(batch), batch["input_ids"] % 3 > 0
+    means = of_whole(loop, "sequence_mean", logits[..., :4], logits[..., 4].sigmoid())
+    count = of_whole(loop, "sequence_sum", mask) if loop.parallel else mask.sum(1)
+    return (means.tanh() - 0.2).square().sum(1).div(count).sum()
+
+
 def rewarded(loop: Loop, batch: Batch) -> torch.Tensor:
     """Of the last token, as a reward model, and of the first, as BERT's classes."""
     logits = loop.logits(batch)
@@ -117,7 +125,7 @@ def alone(way: Any, labels: str = "aligned") -> Any:
 @pytest.mark.pairwise
 @GRIDS
 @pytest.mark.parametrize("labels", ["aligned", "none"])
-@pytest.mark.parametrize("way", [preferences, pooled, rewarded, denoised])
+@pytest.mark.parametrize("way", [preferences, pooled, attended, rewarded, denoised])
 def test_they_equal_one_process(ranks: int, settings: Settings, labels: str, way: Any) -> None:
     for got in run_ranks(ranks, trained, settings, way, labels):
         close(got, alone(way, labels))
