@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from lightning_cp.comm.all_gather import all_gather
 from lightning_cp.comm.consensus import Facts
+from lightning_cp.comm.derivatives import check_first_derivative
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import SequenceLayout
@@ -342,10 +343,5 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if torch.is_grad_enabled():
-            raise ConfigError(
-                "a value of sequence_sum, sequence_mean or sequence_pick has no second derivative, which "
-                "create_graph=True asks for. Compute what needs it (a gradient penalty) from a rank's own "
-                "tokens, or with a strategy without context parallelism."
-            )
+        check_first_derivative()
         return all_sum(gradients[0].contiguous(), ctx.group), None

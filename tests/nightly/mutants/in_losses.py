@@ -13,6 +13,7 @@ WEIGHTING = "lightning_cp/loss/weighting.py"
 COUNTS = "lightning_cp/loss/counts.py"
 POOLING = "lightning_cp/models/hf/pooling.py"
 ROUTER = "lightning_cp/models/hf/router_loss.py"
+GATHER = "lightning_cp/comm/all_gather.py"
 HANDLE = "lightning_cp/models/handle.py"
 STEP = "lightning_cp/runtime/step_context.py"
 
@@ -120,6 +121,22 @@ LOSS_MUTANTS = (
         "    return torch.cat([y if i == own else y.detach() for i, y in every])",
         (f"{VALUES}a_loss_of_the_rows_of_all_data_ranks",),
         "A contrastive loss that pulls a row to others, and not those to it.",
+    ),
+    Mutant(
+        "second derivatives of sums without a word",
+        SEQUENCE,
+        "        check_first_derivative()\n",
+        "",
+        (f"{VALUES}second_derivatives_are_refused",),
+        "A gradient penalty that adds nothing to gradients.",
+    ),
+    Mutant(
+        "second derivatives of gathered values without a word",
+        GATHER,
+        "        check_first_derivative()\n",
+        "",
+        (f"{VALUES}second_derivatives_are_refused",),
+        "The same penalty, of unsharded values or of the rows of other data ranks.",
     ),
     Mutant(
         "rows without a label count nothing",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -171,17 +172,25 @@ def test_results_do_not_depend_on_when_data_arrives() -> None:
     run_ranks(2, come_late)
 
 
-def second_derivative(rank: int, world_size: int) -> None:
+def second_derivative(rank: int, world_size: int, way: str) -> None:
     mesh = ContextParallelMesh(ring_size=world_size)
-    layout = SequenceLayout(LENGTH, world_size)
+    layout, group = SequenceLayout(LENGTH, world_size), mesh.group(Flat.CP)
     tokens = SequenceTokens.of(layout, rank, ROWS)
     x = torch.randn(ROWS, layout.local_len, requires_grad=True)
-    value = tokens.sum(x).over(mesh.group(Flat.CP)).square().sum()
     try:
-        torch.autograd.grad(value, x, create_graph=True)
+        if way == "unshard":
+            value = mesh.unshard(x, layout)
+        elif way == "gather_data":
+            value = gather_rows(x, group)
+        else:
+            of = {"sum": tokens.sum, "mean": tokens.mean, "pick": partial(tokens.pick, index=0)}
+            value = of[way](x).over(group)
+        torch.autograd.grad(value.square().sum(), x, create_graph=True)
     finally:
         mesh.destroy()
 
 
-def test_second_derivatives_are_refused() -> None:
-    expect_on_every_rank(2, second_derivative, error=ConfigError, match="has no second derivative")
+@pytest.mark.parametrize("way", ["sum", "mean", "pick", "unshard", "gather_data"])
+def test_second_derivatives_are_refused(way: str) -> None:
+    match = "of unshard, gather_data, .* has no second derivative"
+    expect_on_every_rank(2, second_derivative, way, error=ConfigError, match=match)
