@@ -16,6 +16,6 @@ def check_first_derivative() -> None:
     if torch.is_grad_enabled():
         raise ConfigError(
             "a value that ranks exchange (of unshard, gather_data, sequence_sum, sequence_mean or "
-            "sequence_pick) has no second derivative, for which create_graph=True asks. Compute what needs it "
-            "(a gradient penalty) from a rank's own tokens, or with a strategy without context parallelism."
+            "sequence_pick) has no second derivative, for which create_graph=True asks. Compute what needs "
+            "it (a gradient penalty) from a rank's own tokens, or without context parallelism."
         )

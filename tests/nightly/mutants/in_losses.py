@@ -22,6 +22,7 @@ VALUES = "tests/ranks/loss/test_sequence.py::test_"
 LOOPS = "tests/ranks/loss/test_sequence_losses.py::test_"
 HEADS = "tests/ranks/models/test_row_heads.py::test_a_head_takes_its_token_from_any_rank"
 ROUTERS = "tests/ranks/models/test_router_loss.py::test_it_is_one_process_s"
+DECLARED = "tests/ranks/loss/test_counts.py::test_"
 ROWS = "tests/ranks/parity/test_row_losses.py::test_"
 
 LOSS_MUTANTS = (
@@ -153,6 +154,14 @@ LOSS_MUTANTS = (
         "uncounted = 0.0",
         (f"{LOOPS}in_a_batch_without_any_label",),
         "A preference is not learned from batches in which the step chooses no token.",
+    ),
+    Mutant(
+        "a mask of whole rows is a number",
+        WEIGHTING,
+        "        self._check_tokens(counted)\n",
+        "",
+        (f"{DECLARED}masks_of_other_tokens_are_refused",),
+        "Ranks weigh alike by a count of all tokens: gradients are divided by the number of ranks.",
     ),
     Mutant(
         "weights that add up to 1",

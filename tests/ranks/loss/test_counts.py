@@ -302,6 +302,38 @@ def less_than_nothing(module: Masked, batch: Batch, logits: torch.Tensor) -> tor
     return cross_entropy(module, batch, logits)
 
 
+def summed(batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+    """By hand, so that what it counts cannot be seen."""
+    return F.cross_entropy(logits, batch["labels"].flatten(), reduction="none").sum()
+
+
+def whole_mask(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+    """Of all tokens of the rows: equal on all ranks, so that their own targets would not weigh."""
+    mask = module.unshard(batch["labels"]) != -100
+    return summed(batch, logits) / module.count_targets(mask)
+
+
+def flat_whole_mask(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+    mask = module.unshard(batch["labels"]) != -100
+    return summed(batch, logits) / module.count_targets(mask.flatten().double())
+
+
+def shifted_mask(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+    """On one rank only."""
+    mask = batch["labels"] != -100
+    mask = mask[:, 1:] if module.global_rank else mask
+    return summed(batch, logits) / module.count_targets(mask)
+
+
+@pytest.mark.parametrize(("ranks", "settings"), [(2, RING), (3, RING3), (4, HYBRID)])
+@pytest.mark.parametrize("way", [whole_mask, flat_whole_mask, shifted_mask])
+@pytest.mark.quick("whole_mask-3-*", "shifted_mask-2-*")
+def test_masks_of_other_tokens_are_refused(ranks: int, settings: Settings, way: Any) -> None:
+    match = r"count_targets was given values \(.*\) of other tokens than this rank's, \[2, \d+\]"
+    options: dict[str, Any] = {"error": LightningCPError, "match": match}
+    expect_on_every_rank(ranks, refused, {**settings, **OFF}, way, {}, **options)
+
+
 def on_one_rank(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
     if module.global_rank:
         module.count_targets(7)
