@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp.comm.all_gather import all_gather
-from lightning_cp.comm.consensus import Facts
+from lightning_cp.comm.consensus import Facts, all_equal
 from lightning_cp.comm.derivatives import check_first_derivative
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.errors import ConfigError, ShapeError
@@ -129,9 +129,23 @@ class SequenceTokens:
         return cls(own, places, tuple(lengths), is_packed)
 
     @classmethod
-    def whole(cls, rows: int, tokens: int, device: torch.device | str = "cpu") -> SequenceTokens:
-        """Make the sequences of rows that one process holds whole."""
-        return cls.of(SequenceLayout(tokens), 0, rows, None, device)
+    def whole(
+        cls,
+        rows: int,
+        tokens: int,
+        device: torch.device | str = "cpu",
+        mask: torch.Tensor | None = None,
+    ) -> SequenceTokens:
+        """Make the sequences of rows that one process holds whole; ``mask`` [B, S] is 0 for padding.
+
+        Raises:
+            ShapeError: a mask of other tokens.
+        """
+        found = cls.of(SequenceLayout(tokens), 0, rows, None, device)
+        if mask is None:
+            return found
+        found.check_mask(mask)
+        return cls.of(SequenceLayout(tokens), 0, rows, mask, device)
 
     @property
     def count(self) -> int:
@@ -209,12 +223,7 @@ class SequenceTokens:
         x, is_padding = x.to(_wide(x)), self.owner < 0
         more = [1] * (x.dim() - 2)
         if mask is not None:
-            self._check_shape("mask", mask)
-            if mask.dim() != 2:
-                raise ShapeError(
-                    f"mask has one value for each token, {list(self.owner.shape)}, got {tuple(mask.shape)}. "
-                    "Sum the values over their last dimensions first, or give one mask for all of them."
-                )
+            self.check_mask(mask)
             counts = mask.masked_fill(is_padding, 0).view(*mask.shape, *more)
             weighted = x if mask.dtype is torch.bool else x * counts
             # What does not count may be NaN; a learned weight of 0 has the gradient of any other.
@@ -224,6 +233,19 @@ class SequenceTokens:
             return x.sum(1)
         sums = x.new_zeros(self.count, *x.shape[2:])
         return sums.index_add(0, self.owner.clamp(min=0).flatten(), x.flatten(0, 1))
+
+    def check_mask(self, mask: torch.Tensor) -> None:
+        """Check that a mask has one value for each of this rank's tokens.
+
+        Raises:
+            ShapeError: naming both shapes.
+        """
+        self._check_shape("mask", mask)
+        if mask.dim() != 2:
+            raise ShapeError(
+                f"mask has one value for each token, {list(self.owner.shape)}, got {tuple(mask.shape)}. "
+                "Sum the values over their last dimensions first, or give one mask for all of them."
+            )
 
     def _check_shape(self, name: str, x: torch.Tensor) -> None:
         """Check that the first two dimensions of ``x`` are the rows and this rank's tokens.
@@ -303,6 +325,28 @@ def gather_rows(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tenso
     if group is None or group.size() == 1:
         return x
     return torch.cat(all_gather(x, group))
+
+
+def check_same_rows(x: torch.Tensor, group: dist.ProcessGroup, device_type: str = "cpu") -> None:
+    """Check that all ranks of a group call ``gather_data``, with rows of one shape and dtype.
+
+    Args:
+        x: this rank's rows.
+        group: the ranks that vote.
+        device_type: of tensors that the group's backend moves.
+
+    Raises:
+        ShapeError: on all ranks.
+    """
+    facts = "gather_data", tuple(x.shape), str(x.dtype), x.requires_grad
+    if not all_equal(facts, group, device_type=device_type):
+        raise ShapeError(_ROWS.format(tuple(x.shape)))
+
+
+_ROWS = (
+    "gather_data was given {} on this rank, and something else on another one, or another rank did not call "
+    "it. Give as many rows on every rank: pad the last batch, or leave it out (drop_last=True)."
+)
 
 
 def _arguments(x: torch.Tensor, mask: torch.Tensor | None = None) -> Facts:

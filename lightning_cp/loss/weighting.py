@@ -424,7 +424,7 @@ def _is_same(value: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
 
 
 _OTHER_TOKENS = (
-    "count_targets was given values {} of other tokens than this rank's, [{}, {}]. Pass a mask of this rank's "
+    "count_targets was given values {} of other tokens than this rank's, [{}, {}]. Pass a mask of these "
     "tokens, as long as its inputs (whole rows and shifted ones are not); a count of anything else is a "
     "number, mask.sum()."
 )

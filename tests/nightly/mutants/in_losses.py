@@ -14,6 +14,8 @@ COUNTS = "lightning_cp/loss/counts.py"
 POOLING = "lightning_cp/models/hf/pooling.py"
 ROUTER = "lightning_cp/models/hf/router_loss.py"
 GATHER = "lightning_cp/comm/all_gather.py"
+REVIEW = "lightning_cp/loss/review.py"
+MIXIN = "lightning_cp/mixin.py"
 HANDLE = "lightning_cp/models/handle.py"
 STEP = "lightning_cp/runtime/step_context.py"
 
@@ -22,6 +24,7 @@ VALUES = "tests/ranks/loss/test_sequence.py::test_"
 LOOPS = "tests/ranks/loss/test_sequence_losses.py::test_"
 HEADS = "tests/ranks/models/test_row_heads.py::test_a_head_takes_its_token_from_any_rank"
 ROUTERS = "tests/ranks/models/test_router_loss.py::test_it_is_one_process_s"
+OTHERS = "tests/ranks/loss/test_other_strategies.py::test_"
 DECLARED = "tests/ranks/loss/test_counts.py::test_"
 ROWS = "tests/ranks/parity/test_row_losses.py::test_"
 
@@ -122,6 +125,46 @@ LOSS_MUTANTS = (
         "    return torch.cat([y if i == own else y.detach() for i, y in every])",
         (f"{VALUES}a_loss_of_the_rows_of_all_data_ranks",),
         "A contrastive loss that pulls a row to others, and not those to it.",
+    ),
+    Mutant(
+        "rows of a rank of ddp alone",
+        MIXIN,
+        "group = _data_group(strategy)",
+        "group = None",
+        (f"{OTHERS}rows_of_all_ranks_of_ddp",),
+        "The same module has another contrastive loss under Lightning's own strategy.",
+    ),
+    Mutant(
+        "a pick that knows no mask",
+        STEP,
+        "tokens = self._sequences_of(self.part, whole, x.device)",
+        "tokens = self._sequences_of(self.part, None, x.device)",
+        (f"{LOOPS}they_equal_one_process",),
+        "A reward of the last token of a row, and not of its answer.",
+    ),
+    Mutant(
+        "numbers of rows are not compared",
+        SEQUENCE,
+        "if not all_equal(facts, group, device_type=device_type):",
+        "if not all_equal(None, group, device_type=device_type):",
+        (f"{LOOPS}rows_of_all_data_ranks", f"{OTHERS}other_numbers_of_rows_are_refused"),
+        "A last batch of fewer rows is read from memory that was not written.",
+    ),
+    Mutant(
+        "means of a rank without labels",
+        REVIEW,
+        "if means.counts or not _is_known(means):",
+        "if means.counts:",
+        (f"{LOOPS}other_losses_are_refused_without_labels",),
+        "With labels='none' a mean over a rank's own tokens trains, with wrong weights.",
+    ),
+    Mutant(
+        "a loss of no sequence without labels",
+        REVIEW,
+        "            if not means.gathered:\n                raise ConfigError(_NOT_OF_SEQUENCES)\n",
+        "",
+        (f"{LOOPS}other_losses_are_refused_without_labels",),
+        "A step that forgot its loss trains by a regulariser alone.",
     ),
     Mutant(
         "second derivatives of sums without a word",

@@ -40,11 +40,17 @@ def of_whole(loop: Loop, name: str, x: torch.Tensor, *more: Any) -> torch.Tensor
     if loop.parallel:
         return getattr(strategy, name)(x, *more)
     if name == "sequence_pick":
-        return x[:, more[0]]
+        return x[:, more[0]] if len(more) == 1 else counted_token(x, *more)
     mask = more[0].to(x.dtype) if more else torch.ones(x.shape[:2], dtype=x.dtype)
     mask = mask.view(*mask.shape, *[1] * (x.dim() - 2))
     total = (x * mask).sum(1)
     return total if name == "sequence_sum" else total / mask.sum(1)
+
+
+def counted_token(x: torch.Tensor, index: int, mask: torch.Tensor) -> torch.Tensor:
+    """The token of an index among those that a mask counts; -1 is the last."""
+    found = [torch.nonzero(row)[index, 0] for row in mask]
+    return x[torch.arange(len(x)), torch.stack(found)]
 
 
 def logps(loop: Loop, batch: Batch) -> torch.Tensor:
@@ -79,6 +85,13 @@ def rewarded(loop: Loop, batch: Batch) -> torch.Tensor:
     logits = loop.logits(batch)
     last, first = (of_whole(loop, "sequence_pick", logits, at) for at in (-1, 0))
     return -F.logsigmoid(last[0, 0] - last[1, 0]) + F.cross_entropy(first, torch.tensor([3, 5]))
+
+
+def answered(loop: Loop, batch: Batch) -> torch.Tensor:
+    """Of the last token of an answer, and of its third."""
+    logits, mask = loop.logits(batch), batch["input_ids"] % 3 > 0
+    last, third = (of_whole(loop, "sequence_pick", logits, at, mask) for at in (-1, 2))
+    return -F.logsigmoid(last[0, 0] - last[1, 0]) + F.cross_entropy(third, torch.tensor([3, 5]))
 
 
 def denoised(loop: Loop, batch: Batch) -> torch.Tensor:
@@ -125,7 +138,7 @@ def alone(way: Any, labels: str = "aligned") -> Any:
 @pytest.mark.pairwise
 @GRIDS
 @pytest.mark.parametrize("labels", ["aligned", "none"])
-@pytest.mark.parametrize("way", [preferences, pooled, attended, rewarded, denoised])
+@pytest.mark.parametrize("way", [preferences, pooled, attended, rewarded, answered, denoised])
 def test_they_equal_one_process(ranks: int, settings: Settings, labels: str, way: Any) -> None:
     for got in run_ranks(ranks, trained, settings, way, labels):
         close(got, alone(way, labels))
@@ -304,6 +317,12 @@ def masked_alone(name: str, loop: Loop, batch: Batch) -> torch.Tensor:
     return of_whole(loop, name, values, *masks).sum()
 
 
+def picked_alone(loop: Loop, batch: Batch) -> torch.Tensor:
+    values = logps(loop, batch)
+    masks = [values > -9] if torch.distributed.get_rank() == 1 else []
+    return of_whole(loop, "sequence_pick", values, -1, *masks).sum()
+
+
 def weighted_alone(loop: Loop, batch: Batch) -> torch.Tensor:
     """One rank gives weights, the others a mask: sums of other dtypes."""
     values = logps(loop, batch).float()
@@ -330,11 +349,21 @@ SAME = r"ranks that share one sample disagree on {} \(rank 0: {}, rank 1: {}.*Gi
         (short_of_a_token, SAME.format("values", r"float64 \[2, \d+, 5\]", r".*, 4\]")),
         (narrow, SAME.format("values", r"float64 \[2, \d+\]", r"float32 \[2, \d+\]")),
         (partial(masked_alone, "sequence_sum"), SAME.format("a mask", None, "bool")),
+        (picked_alone, "ranks are not at the same call .*rank 1: a mask of sequence_pick"),
         (partial(masked_alone, "sequence_mean"), SAME.format("a mask", None, "bool")),
         (weighted_alone, SAME.format("a mask", "bool", "float64")),
         (without_a_gradient, SAME.format("a gradient", True, False)),
     ],
-    ids=["own index", "width", "dtype", "mask of a sum", "mask of a mean", "weights", "gradient"],
+    ids=[
+        "own index",
+        "width",
+        "dtype",
+        "mask of a sum",
+        "mask of a pick",
+        "mask of a mean",
+        "weights",
+        "gradient",
+    ],
 )
 @pytest.mark.quick("own index-ring 3", "width-ring 2", "mask of a mean-ulysses 2")
 def test_arguments_that_differ_between_ranks(
@@ -366,6 +395,20 @@ def whole_mask(loop: Loop, batch: Batch) -> torch.Tensor:
     return of_whole(loop, "sequence_mean", values, torch.ones(2, length)).sum()
 
 
+def whole_mask_of_a_pick(loop: Loop, batch: Batch) -> torch.Tensor:
+    """On one rank."""
+    values = logps(loop, batch)
+    length = 29 if torch.distributed.get_rank() else values.shape[1]
+    return of_whole(loop, "sequence_pick", values, -1, torch.ones(2, length)).sum()
+
+
+def beyond_a_mask(loop: Loop, batch: Batch) -> torch.Tensor:
+    """The second row has 20 tokens, whatever the mask counts."""
+    values = logps(loop, batch)
+    places = torch.tensor([28, 20])
+    return of_whole(loop, "sequence_pick", values, places, torch.ones_like(values)).sum()
+
+
 def too_few_places(loop: Loop, batch: Batch) -> torch.Tensor:
     return of_whole(loop, "sequence_pick", logps(loop, batch), torch.tensor([1])).sum()
 
@@ -393,6 +436,8 @@ def padded(rank: int, world_size: int, settings: Settings, way: Any) -> None:
         (before_the_first, r"sequence_pick\(-2\) is not a token of row 0.*or -1 for the last"),
         (short_mask, r"mask takes values .*this rank's tokens.*compare logits with"),
         (whole_mask, r"mask takes values .*this rank's tokens.*got \(2, 29\)"),
+        (whole_mask_of_a_pick, r"mask takes values .*this rank's tokens.*got \(2, 29\)"),
+        (beyond_a_mask, r"sequence_pick\(20\) is not a token of row 1, which has 20 without"),
         (too_few_places, r"needs one index for each row, of which there are 2, got 1"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
