@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,7 +17,6 @@ from lightning_cp.layout import Documents, SequenceLayout
 from lightning_cp.layout.axes import Flat
 from lightning_cp.loss.sequence import SequenceTokens, gather_rows
 from lightning_cp.mesh import ContextParallelMesh
-from tests.helpers.attention.late_delivery import LateDelivery
 from tests.helpers.pool import expect_on_every_rank, run_ranks
 
 ROWS, LENGTH = 2, 37
@@ -152,24 +151,42 @@ def test_messages() -> None:
     run_ranks(2, messages)
 
 
-def come_late(rank: int, world_size: int) -> None:
-    """All that is sent is waited for, before it is read and before its memory is used again."""
-    late, values = LateDelivery(), []
-    for delay in (late.delaying(), nullcontext()):
-        with delay:
-            values.append(
-                (
-                    on_ranks(rank, world_size, 2, 1, "zigzag", "packed", (1, 1)),
-                    of_all_rows(rank, world_size, 1, 2),
-                )
-            )
-    (sums, rows), (want_sums, want_rows) = values
-    for got, want in zip((*sums, *rows), (*want_sums, *want_rows), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
+COLLECTIVES = (
+    *(
+        "all_reduce",
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "all_to_all_single",
+    ),
+    *("reduce_scatter_tensor", "broadcast", "batch_isend_irecv"),
+)
+
+
+def exchanges(rank: int, world_size: int) -> list[tuple[str, bool]]:
+    """The messages of sums and of gathered rows, both ways, and whether each may come later."""
+    found: list[tuple[str, bool]] = []
+
+    def noting(name: str, own: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found.append((name, kwargs.get("async_op", name == "batch_isend_irecv")))
+            return own(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in COLLECTIVES:
+            stack.enter_context(mock.patch.object(dist, name, noting(name, getattr(dist, name))))
+        on_ranks(rank, world_size, 2, 1, "zigzag", "packed", (1, 1))
+        of_all_rows(rank, world_size, 1, 2)
+    return found
 
 
 def test_results_do_not_depend_on_when_data_arrives() -> None:
-    run_ranks(2, come_late)
+    """All messages block. One that does not needs a cell of ``LateDelivery``, as attention has."""
+    for found in run_ranks(2, exchanges):
+        assert {name for name, _ in found} == {"all_reduce", "all_gather", "all_to_all_single"}
+        assert not any(is_late for _, is_late in found)
 
 
 def second_derivative(rank: int, world_size: int, way: str) -> None:
