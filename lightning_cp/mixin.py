@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.loss.averages import RATIO_HOOK, log_token_ratio, zero_where_uncounted
-from lightning_cp.loss.sequence import Index, SequenceTokens
+from lightning_cp.loss.sequence import Index, SequenceTokens, check_same_rows, gather_rows
 from lightning_cp.loss.terms import declared_count, divisor
 
 
@@ -84,18 +84,27 @@ class ContextParallelMixin:
         """
         return _of_sequences(self, "sequence_mean", x, mask)
 
-    def sequence_pick(self, x: torch.Tensor, index: Index) -> torch.Tensor:
+    def sequence_pick(
+        self, x: torch.Tensor, index: Index, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the values of one token of each row or document, ``[B, ...]``, as ``sequence_sum``.
 
         Args:
             x: ``[B, L, ...]``, values of this rank's tokens.
             index: one place for all, or one for each row (``[B]``) or document, equal on all ranks. It counts
                 the tokens of that row or document; -1 is the last one that is not padding.
+            mask: ``[B, L]``; tokens where it is 0 have no place, as padding has none. ``None``: all others
+                have one. Ranks exchange it. Without this strategy, no padding is known: pass the mask.
 
         Raises:
+            BatchMismatchError: another index on another rank.
             ConfigError: a place that is not there, or is padding.
         """
-        return _of_sequences(self, "sequence_pick", x, index)
+        strategy = _strategy_of(self)
+        if hasattr(strategy, "sequence_pick"):
+            return strategy.sequence_pick(x, index, mask)
+        tokens = SequenceTokens.whole(*x.shape[:2], device=x.device, mask=mask)
+        return tokens.pick(x, index).over(None)
 
     def draw_whole(
         self, draw: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dim: int = 1
@@ -117,10 +126,20 @@ class ContextParallelMixin:
         """Return the rows ``[B, ...]`` of all data ranks, in their order; differentiable.
 
         Use it for losses that compare rows of different data ranks (contrastive losses, group statistics).
-        ``x`` is equal on ranks that share a sample, as values of ``sequence_mean`` are.
+        ``x`` is equal on ranks that share a sample, as values of ``sequence_mean`` are. Every rank calls it.
+        With another strategy (``"ddp"``, ``"fsdp"``) the data ranks are all ranks.
+
+        Raises:
+            ShapeError: ranks have other numbers of rows.
+            ConfigError: another strategy, with ranks that share rows.
         """
         strategy = _strategy_of(self)
-        return strategy.gather_data(x) if hasattr(strategy, "gather_data") else x
+        if hasattr(strategy, "gather_data"):
+            return strategy.gather_data(x)
+        group = _data_group(strategy)
+        if group is not None:
+            check_same_rows(x, group, x.device.type)
+        return gather_rows(x, group)
 
     def count_targets(self, counted: torch.Tensor | float) -> torch.Tensor:
         """Declare the targets that the loss of this step counts, if they are not the batch's labels.
@@ -248,6 +267,25 @@ def _strategy_of(module: Any) -> Any:
     return strategy
 
 
+def _data_group(strategy: Any) -> dist.ProcessGroup | None:
+    """Return the ranks of another strategy, if each has its own rows; ``None``: there is one.
+
+    Raises:
+        ConfigError: ranks share rows, or do not exchange data by ``torch.distributed``.
+    """
+    if getattr(strategy, "world_size", 1) == 1:
+        return None
+    sampling: Any = getattr(strategy, "distributed_sampler_kwargs", None) or {}
+    joined = dist.is_available() and dist.is_initialized()
+    if not joined or sampling.get("num_replicas") != dist.get_world_size():
+        raise ConfigError(_NO_DATA_RANKS.format(name=type(strategy).__name__))
+    return dist.group.WORLD
+
+
+_NO_DATA_RANKS = (
+    "gather_data does not know which ranks of {name} have other rows. Use UlyssesRingStrategy, or a strategy "
+    "whose ranks all have their own rows, such as 'ddp' or 'fsdp'."
+)
 _NO_TRAINER = (
     "{name} is attached to neither a Trainer nor Fabric, and there are several ranks, so that its methods do "
     "not know which tokens this one has. Call them on the module that is given to trainer.fit or "

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_cp.comm.derivatives import check_first_derivative
 from lightning_cp.comm.waits import wait_for
 from lightning_cp.layout.tiles import Ranges
 from lightning_cp.utils.tracing import profile_range
@@ -45,6 +46,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        check_first_derivative()
         send = torch.stack([gradient.contiguous() for gradient in gradients])
         received = torch.empty_like(send)
         dist.all_to_all_single(received, send, group=ctx.group)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, SupportsIndex, cast
 
 import numpy as np
@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp.comm.all_gather import all_gather
+from lightning_cp.comm.consensus import Facts, all_equal
+from lightning_cp.comm.derivatives import check_first_derivative
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import SequenceLayout
@@ -27,14 +29,27 @@ from lightning_cp.utils.tensors import to_device, to_list
 Index = int | Sequence[int] | torch.Tensor
 """A place in each sequence: one number for all, or one for each."""
 
+SAME_ARGUMENTS = (
+    "Give all of them values of one shape and dtype, with a gradient and a mask or without, and the same "
+    "index: -1 is the last token that is not padding. sequence_sum(mask) - 1 counts the tokens of whole "
+    "rows, mask.sum(1) - 1 those of a rank."
+)
+"""The fix of arguments that differ between ranks."""
+
 
 @dataclass(frozen=True, eq=False)
 class PartialSums:
     """This rank's part of sums over sequences, and the function that makes the result of the whole sums."""
 
     own: torch.Tensor
-    """[sequences, ...] in at least float32."""
+    """[sequences, ...] in at least float32, or in int64."""
     finish: Callable[[torch.Tensor], torch.Tensor]
+    arguments: Facts = field(default_factory=dict[str, object])
+    """Arguments of the sums, equal on all ranks."""
+
+    def facts(self) -> Facts:
+        """Return what must be equal on all ranks before they exchange their parts."""
+        return {**self.arguments, "a gradient": self.own.requires_grad}
 
     def over(self, group: dist.ProcessGroup | None) -> torch.Tensor:
         """Return the result, equal on all ranks of ``group``; ``None``: this rank has all tokens.
@@ -114,9 +129,23 @@ class SequenceTokens:
         return cls(own, places, tuple(lengths), is_packed)
 
     @classmethod
-    def whole(cls, rows: int, tokens: int, device: torch.device | str = "cpu") -> SequenceTokens:
-        """Make the sequences of rows that one process holds whole."""
-        return cls.of(SequenceLayout(tokens), 0, rows, None, device)
+    def whole(
+        cls,
+        rows: int,
+        tokens: int,
+        device: torch.device | str = "cpu",
+        mask: torch.Tensor | None = None,
+    ) -> SequenceTokens:
+        """Make the sequences of rows that one process holds whole; ``mask`` [B, S] is 0 for padding.
+
+        Raises:
+            ShapeError: a mask of other tokens.
+        """
+        found = cls.of(SequenceLayout(tokens), 0, rows, None, device)
+        if mask is None:
+            return found
+        found.check_mask(mask)
+        return cls.of(SequenceLayout(tokens), 0, rows, mask, device)
 
     @property
     def count(self) -> int:
@@ -127,32 +156,37 @@ class SequenceTokens:
         """Return the sums of ``x`` over sequences, [sequences, ...]; padding never counts.
 
         Args:
-            x: [B, L, ...], values of this rank's tokens.
-            mask: [B, L], bool or weights of these tokens; ``None``: all count.
+            x: [B, L, ...], values of this rank's tokens; sums of whole numbers and flags are int64.
+            mask: [B, L], bool or weights of these tokens, learned or not; ``None``: all count.
 
         Raises:
             ShapeError: values or a mask of other tokens.
         """
         self._check_shape("sequence_sum", x)
-        return PartialSums(self._local_sums(x, mask), lambda sums: sums.to(x.dtype))
+        sums = self._local_sums(x, mask)
+        dtype = sums.dtype if _is_whole(x) else x.dtype
+        return PartialSums(sums, lambda whole: whole.to(dtype), _arguments(x, mask))
 
     def mean(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> PartialSums:
         """Return the means of ``x`` over sequences, [sequences, ...]; 0 where nothing counts.
 
-        As ``sum``. The sums of a mask travel in the same message.
+        As ``sum``; means of whole numbers and flags have PyTorch's default dtype. The sums of a mask travel
+        in the same message.
         """
         self._check_shape("sequence_mean", x)
-        sums = self._local_sums(x, mask)
+        arguments = _arguments(x, mask)
+        dtype = torch.get_default_dtype() if _is_whole(x) else x.dtype
+        sums = self._local_sums(x.double() if _is_whole(x) else x, mask)
         if mask is None:
             counts = to_device(torch.tensor(self.lengths, dtype=sums.dtype), x.device)
-            return PartialSums(sums, lambda whole: _divide(whole, counts).to(x.dtype))
-        counted = self._local_sums(mask.detach().to(sums.dtype), None)
+            return PartialSums(sums, lambda whole: _divide(whole, counts).to(dtype), arguments)
+        counted = self._local_sums(mask.to(sums.dtype), None)
         joined = torch.cat([sums.reshape(self.count, -1), counted[:, None]], dim=1)
 
         def finish(whole: torch.Tensor) -> torch.Tensor:
-            return _divide(whole[:, :-1].view_as(sums), whole[:, -1].detach()).to(x.dtype)
+            return _divide(whole[:, :-1].view_as(sums), whole[:, -1]).to(dtype)
 
-        return PartialSums(joined, finish)
+        return PartialSums(joined, finish, arguments)
 
     def pick(self, x: torch.Tensor, index: Index) -> PartialSums:
         """Return the values of one token of each sequence, [sequences, ...]: sums of one term.
@@ -167,7 +201,8 @@ class SequenceTokens:
             ShapeError: values of other tokens, or another number of places.
         """
         self._check_shape("sequence_pick", x)
-        wanted = to_device(torch.tensor(self._places(index)), x.device)
+        given = self._indices(index)
+        wanted = to_device(torch.tensor(self._places(given)), x.device)
         owner, place = self.owner.flatten(), self.place.flatten()
         hit = (owner >= 0) & (place == wanted[owner.clamp(min=0)])
         # The local token of each sequence; the number of tokens where another rank has it.
@@ -176,26 +211,41 @@ class SequenceTokens:
         source = source[:-1]
         is_own = (source < len(owner)).view(-1, *[1] * (x.dim() - 2))
         values = x.flatten(0, 1)[source.clamp(max=len(owner) - 1)].to(_wide(x))
-        return PartialSums(torch.where(is_own, values, 0), lambda whole: whole.to(x.dtype))
+        indices = {f"the index of {self._kind} {at}": each for at, each in enumerate(given)}
+        return PartialSums(
+            torch.where(is_own, values, 0),
+            lambda whole: whole.to(x.dtype),
+            {**_arguments(x), **indices},
+        )
 
     def _local_sums(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return this rank's part of the sums, [sequences, ...] in at least float32."""
-        x = x.to(_wide(x))
+        """Return this rank's part of the sums, [sequences, ...] in at least float32, or in int64."""
+        x, is_padding = x.to(_wide(x)), self.owner < 0
         more = [1] * (x.dim() - 2)
         if mask is not None:
-            self._check_shape("mask", mask)
-            if mask.dim() != 2:
-                raise ShapeError(
-                    f"mask has one value for each token, {list(self.owner.shape)}, got {tuple(mask.shape)}. "
-                    "Sum the values over their last dimensions first, or give one mask for all of them."
-                )
-            counts = mask.view(*mask.shape, *more)
-            x = torch.where(counts != 0, x if mask.dtype is torch.bool else x * counts, 0)
-        x = torch.where((self.owner >= 0).view(*self.owner.shape, *more), x, 0)
+            self.check_mask(mask)
+            counts = mask.masked_fill(is_padding, 0).view(*mask.shape, *more)
+            weighted = x if mask.dtype is torch.bool else x * counts
+            # What does not count may be NaN; a learned weight of 0 has the gradient of any other.
+            x = weighted if mask.requires_grad else torch.where(counts != 0, weighted, 0)
+        x = torch.where(is_padding.view(*self.owner.shape, *more), 0, x)
         if not self.is_packed:
             return x.sum(1)
         sums = x.new_zeros(self.count, *x.shape[2:])
         return sums.index_add(0, self.owner.clamp(min=0).flatten(), x.flatten(0, 1))
+
+    def check_mask(self, mask: torch.Tensor) -> None:
+        """Check that a mask has one value for each of this rank's tokens.
+
+        Raises:
+            ShapeError: naming both shapes.
+        """
+        self._check_shape("mask", mask)
+        if mask.dim() != 2:
+            raise ShapeError(
+                f"mask has one value for each token, {list(self.owner.shape)}, got {tuple(mask.shape)}. "
+                "Sum the values over their last dimensions first, or give one mask for all of them."
+            )
 
     def _check_shape(self, name: str, x: torch.Tensor) -> None:
         """Check that the first two dimensions of ``x`` are the rows and this rank's tokens.
@@ -211,11 +261,14 @@ class SequenceTokens:
                 "batch['shift_labels'], which has a target for every token."
             )
 
-    def _places(self, index: Index) -> list[int]:
-        """Return one place for each sequence, from 0; waits for the device of ``index``.
+    @property
+    def _kind(self) -> str:
+        return "document" if self.is_packed else "row"
+
+    def _indices(self, index: Index) -> list[int]:
+        """Return the index of each sequence, as given; waits for the device of ``index``.
 
         Raises:
-            ConfigError: a place that a sequence does not have.
             ShapeError: not one number, or one for each sequence.
         """
         given = to_list(index) if isinstance(index, torch.Tensor) else index
@@ -224,20 +277,25 @@ class SequenceTokens:
         found = [operator.index(each) for each in given]
         if len(found) != self.count:
             raise ShapeError(
-                f"sequence_pick needs one index for each of {self.count} "
-                f"{'documents' if self.is_packed else 'rows'}, got {len(found)}. An index counts the tokens "
-                "of its own row or document; -1 is the last."
+                f"sequence_pick needs one index for each {self._kind}, of which there are {self.count}, got "
+                f"{len(found)}. An index counts the tokens of its own row or document; -1 is the last."
             )
-        for at, (place, length) in enumerate(zip(found, self.lengths, strict=True)):
-            if not -1 <= place < length or not length:
+        return found
+
+    def _places(self, indices: Sequence[int]) -> list[int]:
+        """Return the place of each sequence's index, from 0.
+
+        Raises:
+            ConfigError: a place that a sequence does not have.
+        """
+        pairs = list(zip(indices, self.lengths, strict=True))
+        for at, (index, length) in enumerate(pairs):
+            if not -1 <= index < length or not length:
                 raise ConfigError(
-                    f"sequence_pick({place}) is not a token of {'document' if self.is_packed else 'row'} "
-                    f"{at}, which has {length} without padding. Give 0 to {length - 1}, or -1 for the last."
+                    f"sequence_pick({index}) is not a token of {self._kind} {at}, which has {length} without "
+                    f"padding. Give 0 to {length - 1}, or -1 for the last."
                 )
-        return [
-            length - 1 if place < 0 else place
-            for place, length in zip(found, self.lengths, strict=True)
-        ]
+        return [length - 1 if index < 0 else index for index, length in pairs]
 
 
 def pick_positions(x: torch.Tensor, at: torch.Tensor, positions: torch.Tensor) -> PartialSums:
@@ -269,8 +327,41 @@ def gather_rows(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tenso
     return torch.cat(all_gather(x, group))
 
 
+def check_same_rows(x: torch.Tensor, group: dist.ProcessGroup, device_type: str = "cpu") -> None:
+    """Check that all ranks of a group call ``gather_data``, with rows of one shape and dtype.
+
+    Args:
+        x: this rank's rows.
+        group: the ranks that vote.
+        device_type: of tensors that the group's backend moves.
+
+    Raises:
+        ShapeError: on all ranks.
+    """
+    facts = "gather_data", tuple(x.shape), str(x.dtype), x.requires_grad
+    if not all_equal(facts, group, device_type=device_type):
+        raise ShapeError(_ROWS.format(tuple(x.shape)))
+
+
+_ROWS = (
+    "gather_data was given {} on this rank, and something else on another one, or another rank did not call "
+    "it. Give as many rows on every rank: pad the last batch, or leave it out (drop_last=True)."
+)
+
+
+def _arguments(x: torch.Tensor, mask: torch.Tensor | None = None) -> Facts:
+    """Return facts that messages depend on; ranks that share a sample have equally many tokens."""
+    dtype, of_mask = (None if y is None else str(y.dtype).removeprefix("torch.") for y in (x, mask))
+    return {"values": f"{dtype} {list(x.shape)}", "a mask": of_mask}
+
+
+def _is_whole(x: torch.Tensor) -> bool:
+    """True for whole numbers and flags."""
+    return not (x.is_floating_point() or x.is_complex())
+
+
 def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+    return torch.int64 if _is_whole(x) else torch.promote_types(x.dtype, torch.float32)
 
 
 def _divide(sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -296,10 +387,5 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if torch.is_grad_enabled():
-            raise ConfigError(
-                "a value of sequence_sum, sequence_mean or sequence_pick has no second derivative, which "
-                "create_graph=True asks for. Compute what needs it (a gradient penalty) from a rank's own "
-                "tokens, or with a strategy without context parallelism."
-            )
+        check_first_derivative()
         return all_sum(gradients[0].contiguous(), ctx.group), None

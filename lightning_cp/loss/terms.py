@@ -107,8 +107,19 @@ def ignores_label(loss: torch.Tensor, label: int) -> bool:
 
 
 def has_sequence_values(loss: torch.Tensor) -> bool:
-    """True if a loss is computed from values of whole sequences, among others."""
-    return bool(_unshard_nodes([loss.grad_fn] if loss.grad_fn is not None else []))
+    """True if a loss is computed from values of whole sequences, among others; reads down to attention."""
+    ahead: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        origin = origin_of(node)
+        if origin is Origin.SEQUENCE:
+            return True
+        ahead.extend(_sources(node) if origin is not Origin.TOKENS else ())
+    return False
 
 
 class LossFactors(NamedTuple):

@@ -22,7 +22,7 @@ from lightning_cp.batch.sharder import Sharding
 from lightning_cp.batch.step_state import StepState
 from lightning_cp.comm.consensus import raise_on_all
 from lightning_cp.comm.reduce import all_sum
-from lightning_cp.errors import ConfigError, NonFiniteError
+from lightning_cp.errors import ConfigError, NonFiniteError, ShapeError
 from lightning_cp.layout.axes import Flat
 from lightning_cp.loss.accumulation import AccumulatedTokens
 from lightning_cp.loss.counts import COUNTS, MORE_TOKENS, NUMBER
@@ -38,10 +38,10 @@ def loss_scale(valid: Sequence[int], cp_rank: int) -> float:
     return valid[cp_rank] * len(valid) / total if total else 0.0
 
 
-def declared_scale(counts: torch.Tensor, cp_rank: int) -> torch.Tensor:
-    """Return ``loss_scale`` of counts on a device, without a copy to the host."""
+def declared_scale(counts: torch.Tensor, cp_rank: int, uncounted: float = 0.0) -> torch.Tensor:
+    """Return ``loss_scale`` of counts on a device, or ``uncounted``, without a copy to the host."""
     total = counts.sum()
-    return torch.where(total > 0, counts[cp_rank] * len(counts) / total, 0.0)
+    return torch.where(total > 0, counts[cp_rank] * len(counts) / total, uncounted)
 
 
 def average_weights(valid: Sequence[float] | torch.Tensor) -> list[float]:
@@ -227,13 +227,29 @@ class StepLoss:
         Raises:
             ConfigError: an invalid count; a second one before the backward of the first, or in one batch
                 with ``token_weighting="global"``; or, in evaluation, one that includes padding.
+            ShapeError: a mask, or weights, of other tokens than this rank's.
         """
         if self.awaits_loss or (self.of_window and self._declared is not None):
             raise ConfigError(_TWICE)
+        self._check_tokens(counted)
         self._note_padding(counted)
         if not self._trains and self._padding is not None and self._padding:
             raise ConfigError(COUNTS + MORE_TOKENS)
         return declared_count(counted)
+
+    def _check_tokens(self, counted: torch.Tensor | float) -> None:
+        """Check that a mask, or weights, of tokens are those of this rank's tokens.
+
+        Raises:
+            ShapeError: whole rows, or shifted ones: they would be taken for a number of targets.
+        """
+        rows, local = self._rows, self._layout.local_len
+        if self._mesh.cp_size == 1 or not isinstance(counted, torch.Tensor):
+            return
+        if find_token_dims(counted.shape, rows, local) is not None or counted.numel() <= rows:
+            return
+        if counted.dim() > 1 or counted.numel() == rows * self._layout.seq_len:
+            raise ShapeError(_OTHER_TOKENS.format(tuple(counted.shape), rows, local))
 
     def _note_padding(self, counted: torch.Tensor | float) -> None:
         """Record if a declared count includes padding of this rank; the flag stays on the device."""
@@ -310,13 +326,18 @@ class StepLoss:
     def scale(
         self, loss: torch.Tensor, optimizers: Iterable[Optimizer], *, automatic: bool = False
     ) -> torch.Tensor:
-        """Return the weighted loss for backward; it shows the unweighted value, for hooks that read it."""
+        """Return the weighted loss for backward; it shows the unweighted value, for hooks that read it.
+
+        Where the group has no targets, ranks weigh alike if the loss has values of whole sequences.
+        """
         rank = self._mesh.cp_rank
         weight = self._weight(optimizers, automatic)
         self._is_used = True
         self._gone.append((self._counts, loss.detach()))
         if self._declared is not None:
-            weighted = loss * (declared_scale(self._declared, rank) * weight).to(loss)
+            uncounted = float(has_sequence_values(loss))
+            scale = declared_scale(self._declared, rank, uncounted)
+            weighted = loss * (scale * weight).to(loss)
         elif not any(self._valid) and has_sequence_values(loss):
             weighted = loss * weight
         elif self._valid[rank]:
@@ -402,6 +423,11 @@ def _is_same(value: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     return (a == b) | (a.isnan() & b.isnan())
 
 
+_OTHER_TOKENS = (
+    "count_targets was given values {} of other tokens than this rank's, [{}, {}]. Pass a mask of these "
+    "tokens, as long as its inputs (whole rows and shifted ones are not); a count of anything else is a "
+    "number, mask.sum()."
+)
 _TWICE = (
     "count_targets was called twice for one loss. Call it once before each backward, with all that the loss "
     "counts; with token_weighting='global' once in a batch."

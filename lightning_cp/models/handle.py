@@ -25,7 +25,7 @@ from lightning_cp.attention.function import attend, attend_with_max_logits
 from lightning_cp.attention.plan import AttentionPlan, make_plan, make_request
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.batch.step_state import StepState
-from lightning_cp.comm.consensus import gather_by_vote, raise_on_all
+from lightning_cp.comm.consensus import Facts, check_equal, gather_by_vote
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.auto import Tiles, tiles_of
 from lightning_cp.kernels.protocol import Request
@@ -104,17 +104,32 @@ class RankChecks:
             RankFailure: the check failed on another rank.
             BatchMismatchError: another rank runs another check.
         """
-        result: T | None = None
-        error: Exception | None = None
-        try:
-            result = check()
-        except Exception as refused:  # any: a rank that raised alone would leave the others waiting
-            error = refused
-        self._waiting.names.append(what)
+        result, error = self._attempt(what, check)
         self._waiting.before_data = more_follow
         if error is not None or not more_follow:
             self.flush(error)
         return cast(T, result)
+
+    def run_alike(
+        self, what: str, check: Callable[[], T], facts: Callable[[T], Facts], remedy: str
+    ) -> T:
+        """Run a check as ``run`` does, and compare ``facts`` of its result between ranks, in one message.
+
+        Raises:
+            Exception: as ``run``.
+            BatchMismatchError: a fact differs; the message ends with ``remedy``.
+        """
+        result, error = self._attempt(what, check)
+        self.flush(error, {} if error is not None else facts(cast(T, result)), remedy)
+        return cast(T, result)
+
+    def _attempt(self, what: str, check: Callable[[], T]) -> tuple[T | None, Exception | None]:
+        """Run a check that ranks have yet to agree on; return its result and its error."""
+        self._waiting.names.append(what)
+        try:
+            return check(), None
+        except Exception as refused:  # any: a rank that raised alone would leave the others waiting
+            return None, refused
 
     def run_deferred(self, what: str, check: Callable[[], None]) -> None:
         """Run a check as ``run`` does; within ``deferring`` an error is raised at the end of the step.
@@ -144,14 +159,25 @@ class RankChecks:
         if self._waiting.before_data:
             self.flush()
 
-    def flush(self, error: Exception | None = None) -> None:
-        """Send the pending outcomes to all ranks of the cp group; raise the error of a failed check."""
+    def flush(
+        self,
+        error: Exception | None = None,
+        facts: Facts | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        """Send the pending outcomes to all ranks of the cp group; raise the error of a failed check.
+
+        Args:
+            error: of the last check.
+            facts: what must be equal on all ranks.
+            remedy: the fix of a difference, for the message.
+        """
         waiting = self.pop()
         error = waiting.error or error
         try:
             if waiting.names and self._mesh.sample_size > 1:
                 group, what = self._mesh.control_group(Flat.CP), ", ".join(waiting.names)
-                raise_on_all(error, group, what=what)
+                check_equal(facts or {}, group, what=what, error=error, remedy=remedy)
             if error is not None:
                 raise error
         except Exception as refused:

@@ -15,8 +15,7 @@ from lightning_cp.batch.documents import documents_of, padding_mask_of
 from lightning_cp.batch.loss_calls import LossCalls
 from lightning_cp.batch.sharder import ShardedBatch, Sharding, read_if_known
 from lightning_cp.batch.step_state import PositionInfo, StepState
-from lightning_cp.comm.consensus import all_equal
-from lightning_cp.errors import ConfigError, ShapeError
+from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.layout.axes import Flat
 from lightning_cp.logging.reduce import PendingFindings, equal, side_by_side, weighted_mean
@@ -24,9 +23,11 @@ from lightning_cp.loss.averages import NO_LOSS
 from lightning_cp.loss.counts import TRAINS
 from lightning_cp.loss.review import LossReview
 from lightning_cp.loss.sequence import (
+    SAME_ARGUMENTS,
     Index,
     PartialSums,
     SequenceTokens,
+    check_same_rows,
     gather_rows,
 )
 from lightning_cp.loss.terms import NO_COUNT, declared_count, divisor
@@ -293,39 +294,70 @@ class StepContext:
         """Return the means of local values over whole sequences."""
         return self._over_sequences("sequence_mean", x, lambda tokens: tokens.mean(x, mask))
 
-    def sequence_pick(self, x: torch.Tensor, index: Index) -> torch.Tensor:
-        """Return the values of one token of each whole sequence."""
-        return self._over_sequences("sequence_pick", x, lambda tokens: tokens.pick(x, index))
+    def sequence_pick(
+        self, x: torch.Tensor, index: Index, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the values of one token of each whole sequence, among those that ``mask`` counts."""
+        return self._over_sequences(
+            "sequence_pick", x, lambda tokens: tokens.pick(x, index), counted=mask
+        )
 
     def _over_sequences(
-        self, name: str, x: torch.Tensor, of: Callable[[SequenceTokens], PartialSums]
+        self,
+        name: str,
+        x: torch.Tensor,
+        of: Callable[[SequenceTokens], PartialSums],
+        counted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return a value of whole sequences. Every rank calls this; all know if one cannot.
+
+        Args:
+            name: of the method.
+            x: values of this rank's tokens.
+            of: makes this rank's part.
+            counted: [B, L], 0 for tokens that have no place in their sequences, beside padding.
 
         Raises:
             ConfigError, ShapeError: values that do not fit the step.
             RankFailure: that happened on another rank.
-            BatchMismatchError: another rank does not call this.
+            BatchMismatchError: another rank does not call this, or gives it something else.
         """
         handle = self._binding.handle
         if self.part is None or handle is None:
-            return of(self._whole_sequences(x)).over(None)
-        if self._sequences is None:
-            mask = None if self._binding.rules.reads_masks else self.part.padding_mask
-            rank, rows = self.mesh.cp_rank, self.part.rows
-            self._sequences = SequenceTokens.of(self.part.layout, rank, rows, mask, x.device)
-        own = handle.checks.run(name, partial(of, self._sequences))
+            return of(self._whole_sequences(x, counted)).over(None)
+        tokens = self._own_sequences(self.part, x.device)
+        if counted is not None:
+            check = partial(tokens.check_mask, counted)
+            handle.checks.run(f"a mask of {name}", check)
+            whole = self.mesh.unshard((counted != 0).byte(), self.part.layout)
+            tokens = self._sequences_of(self.part, whole, x.device)
+        own = handle.checks.run_alike(name, partial(of, tokens), PartialSums.facts, SAME_ARGUMENTS)
         return own.over(self.mesh.group(Flat.CP))
 
-    def _whole_sequences(self, x: torch.Tensor) -> SequenceTokens:
+    def _own_sequences(self, part: ShardedBatch, device: torch.device) -> SequenceTokens:
+        """Return this rank's tokens of the batch's sequences."""
+        if self._sequences is None:
+            self._sequences = self._sequences_of(part, None, device)
+        return self._sequences
+
+    def _sequences_of(
+        self, part: ShardedBatch, counted: torch.Tensor | None, device: torch.device
+    ) -> SequenceTokens:
+        """Return this rank's tokens of sequences; ``counted`` is [B, S]."""
+        padding = None if self._binding.rules.reads_masks else part.padding_mask
+        mask = _both(padding, counted)
+        return SequenceTokens.of(part.layout, self.mesh.cp_rank, part.rows, mask, device)
+
+    def _whole_sequences(self, x: torch.Tensor, counted: torch.Tensor | None) -> SequenceTokens:
         """Return the sequences of a batch that this rank has whole; its padding is known from the batch."""
         rules = self._binding.rules.without_targets
-        whole = None if self.whole_batch is None else read_if_known(self.whole_batch, rules)
-        if whole is None or (whole.rows, whole.seq_len) != x.shape[:2]:
-            return SequenceTokens.whole(*x.shape[:2], device=x.device)
-        layout = SequenceLayout(whole.seq_len, documents=documents_of(whole, rules))
-        mask = None if rules.reads_masks else padding_mask_of(whole.tensors)
-        return SequenceTokens.of(layout, 0, whole.rows, mask, x.device)
+        batch = None if self.whole_batch is None else read_if_known(self.whole_batch, rules)
+        found = SequenceTokens.whole(*x.shape[:2], device=x.device, mask=counted)
+        if batch is None or (batch.rows, batch.seq_len) != x.shape[:2]:
+            return found
+        layout = SequenceLayout(batch.seq_len, documents=documents_of(batch, rules))
+        padding = None if rules.reads_masks else padding_mask_of(batch.tensors)
+        return SequenceTokens.of(layout, 0, batch.rows, _both(padding, counted), x.device)
 
     def draw_whole(
         self, draw: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dim: int
@@ -345,9 +377,8 @@ class StepContext:
             ShapeError: ranks have other numbers of rows, or not all of them are here.
         """
         self.before_data()
-        facts = "gather_data", tuple(x.shape), str(x.dtype)
-        if self.mesh.data_size > 1 and not all_equal(facts, self.mesh.control_group(Flat.LOSS)):
-            raise ShapeError(_ROWS.format(tuple(x.shape)))
+        if self.mesh.data_size > 1:
+            check_same_rows(x, self.mesh.control_group(Flat.LOSS))
         return gather_rows(x, self.mesh.group(Flat.DATA))
 
     def token_positions(self, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -458,10 +489,13 @@ class StepContext:
             self.loss.after_backward(state, parameters)
 
 
-_ROWS = (
-    "gather_data was given {} on this rank, and something else on another one, or another rank did not call "
-    "it. Give as many rows on every rank: pad the last batch, or leave it out (drop_last=True)."
-)
+def _both(mask: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    """Return bool [B, S]: tokens that both masks count, on the device of the second; ``None`` counts all."""
+    if mask is None or other is None:
+        return other if mask is None else mask
+    return (mask.to(other.device) != 0) & (other != 0)
+
+
 _NO_BATCH = (
     "a context-parallel step began without a sharded batch. Let the strategy move the batch (do not override "
     "transfer with a step that takes dataloader_iter)."

@@ -368,9 +368,11 @@ class ContextParallelStrategy:
         """Return means over whole rows or packed documents, as ``ContextParallelMixin.sequence_mean``."""
         return self.runtime.step.sequence_mean(x, mask)
 
-    def sequence_pick(self, x: torch.Tensor, index: Index) -> torch.Tensor:
+    def sequence_pick(
+        self, x: torch.Tensor, index: Index, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return one token of each row or document, as ``ContextParallelMixin.sequence_pick``."""
-        return self.runtime.step.sequence_pick(x, index)
+        return self.runtime.step.sequence_pick(x, index, mask)
 
     def draw_whole(
         self, draw: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dim: int = 1

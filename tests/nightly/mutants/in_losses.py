@@ -13,12 +13,19 @@ WEIGHTING = "lightning_cp/loss/weighting.py"
 COUNTS = "lightning_cp/loss/counts.py"
 POOLING = "lightning_cp/models/hf/pooling.py"
 ROUTER = "lightning_cp/models/hf/router_loss.py"
+GATHER = "lightning_cp/comm/all_gather.py"
+REVIEW = "lightning_cp/loss/review.py"
+MIXIN = "lightning_cp/mixin.py"
+HANDLE = "lightning_cp/models/handle.py"
 STEP = "lightning_cp/runtime/step_context.py"
 
+UNIT = "tests/unit/loss/test_sequence.py::test_"
 VALUES = "tests/ranks/loss/test_sequence.py::test_"
 LOOPS = "tests/ranks/loss/test_sequence_losses.py::test_"
 HEADS = "tests/ranks/models/test_row_heads.py::test_a_head_takes_its_token_from_any_rank"
 ROUTERS = "tests/ranks/models/test_router_loss.py::test_it_is_one_process_s"
+OTHERS = "tests/ranks/loss/test_other_strategies.py::test_"
+DECLARED = "tests/ranks/loss/test_counts.py::test_"
 ROWS = "tests/ranks/parity/test_row_losses.py::test_"
 
 LOSS_MUTANTS = (
@@ -41,8 +48,8 @@ LOSS_MUTANTS = (
     Mutant(
         "padding summed",
         SEQUENCE,
-        "x = torch.where((self.owner >= 0).view(*self.owner.shape, *more), x, 0)",
-        "x = torch.where((self.owner >= -1).view(*self.owner.shape, *more), x, 0)",
+        "x = torch.where(is_padding.view(*self.owner.shape, *more), 0, x)",
+        "x = torch.where(is_padding.view(*self.owner.shape, *more), x, x)",
         (f"{VALUES}values_and_gradients_equal_one_process",),
         "What a model says of padding counts for the last document of a pack, or for the row.",
     ),
@@ -57,20 +64,58 @@ LOSS_MUTANTS = (
     Mutant(
         "means over a rank's own mask",
         SEQUENCE,
-        "return _divide(whole[:, :-1].view_as(sums), whole[:, -1].detach()).to(x.dtype)",
-        "return _divide(whole[:, :-1].view_as(sums), counted.detach()).to(x.dtype)",
+        "return _divide(whole[:, :-1].view_as(sums), whole[:, -1]).to(dtype)",
+        "return _divide(whole[:, :-1].view_as(sums), counted).to(dtype)",
         (f"{VALUES}values_and_gradients_equal_one_process",),
         "Embeddings that are several times too long, by another factor on each rank.",
     ),
     Mutant(
+        "weights that learn from sums alone",
+        SEQUENCE,
+        "_divide(whole[:, :-1].view_as(sums), whole[:, -1])",
+        "_divide(whole[:, :-1].view_as(sums), whole[:, -1].detach())",
+        (f"{VALUES}values_and_gradients_equal_one_process", f"{UNIT}gradients_of_learned_weights"),
+        "A pooling by attention whose weights grow, as a mean over them would not let them.",
+    ),
+    Mutant(
+        "weights of 0 do not learn",
+        SEQUENCE,
+        "weighted if mask.requires_grad else torch.where(counts != 0, weighted, 0)",
+        "torch.where(counts != 0, weighted, 0)",
+        (f"{VALUES}values_and_gradients_equal_one_process", f"{UNIT}gradients_of_learned_weights"),
+        "A gate that is exactly 0 stays so.",
+    ),
+    Mutant(
+        "counts of a mask are true or false",
+        SEQUENCE,
+        "dtype = sums.dtype if _is_whole(x) else x.dtype",
+        "dtype = x.dtype",
+        (f"{UNIT}sums_of_whole_numbers_are_torch_s",),
+        "A sum divided by sequence_sum(mask) is divided by 1.",
+    ),
+    Mutant(
         "a token of every rank",
         SEQUENCE,
-        "values = x.flatten(0, 1)[source.clamp(max=len(owner) - 1)].to(_wide(x))\n"
-        "        return PartialSums(torch.where(is_own, values, 0)",
-        "values = x.flatten(0, 1)[source.clamp(max=len(owner) - 1)].to(_wide(x))\n"
-        "        return PartialSums(torch.where(is_own, values, values)",
+        "torch.where(is_own, values, 0),\n",
+        "torch.where(is_own, values, values),\n",
         (f"{VALUES}values_and_gradients_equal_one_process",),
         "A reward is the sum of the last token's, and of one of each other rank.",
+    ),
+    Mutant(
+        "an index of a rank alone",
+        SEQUENCE,
+        "{**_arguments(x), **indices},",
+        "_arguments(x),",
+        (f"{LOOPS}arguments_that_differ_between_ranks", f"{ROWS}the_first_check_names_them"),
+        "The last token of each rank's part: a reward that is the sum of several tokens, equal on all ranks.",
+    ),
+    Mutant(
+        "arguments of a rank alone",
+        HANDLE,
+        "check_equal(facts or {}, group, what=what, error=error, remedy=remedy)",
+        "check_equal({}, group, what=what, error=error, remedy=remedy)",
+        (f"{LOOPS}arguments_that_differ_between_ranks",),
+        "Messages of other sizes, which wait for ever or are read from memory that was not written.",
     ),
     Mutant(
         "rows of other data ranks without a gradient",
@@ -82,12 +127,84 @@ LOSS_MUTANTS = (
         "A contrastive loss that pulls a row to others, and not those to it.",
     ),
     Mutant(
+        "rows of a rank of ddp alone",
+        MIXIN,
+        "group = _data_group(strategy)",
+        "group = None",
+        (f"{OTHERS}rows_of_all_ranks_of_ddp",),
+        "The same module has another contrastive loss under Lightning's own strategy.",
+    ),
+    Mutant(
+        "a pick that knows no mask",
+        STEP,
+        "tokens = self._sequences_of(self.part, whole, x.device)",
+        "tokens = self._sequences_of(self.part, None, x.device)",
+        (f"{LOOPS}they_equal_one_process",),
+        "A reward of the last token of a row, and not of its answer.",
+    ),
+    Mutant(
+        "numbers of rows are not compared",
+        SEQUENCE,
+        "if not all_equal(facts, group, device_type=device_type):",
+        "if not all_equal(None, group, device_type=device_type):",
+        (f"{LOOPS}rows_of_all_data_ranks", f"{OTHERS}other_numbers_of_rows_are_refused"),
+        "A last batch of fewer rows is read from memory that was not written.",
+    ),
+    Mutant(
+        "means of a rank without labels",
+        REVIEW,
+        "if means.counts or not _is_known(means):",
+        "if means.counts:",
+        (f"{LOOPS}other_losses_are_refused_without_labels",),
+        "With labels='none' a mean over a rank's own tokens trains, with wrong weights.",
+    ),
+    Mutant(
+        "a loss of no sequence without labels",
+        REVIEW,
+        "            if not means.gathered:\n                raise ConfigError(_NOT_OF_SEQUENCES)\n",
+        "",
+        (f"{LOOPS}other_losses_are_refused_without_labels",),
+        "A step that forgot its loss trains by a regulariser alone.",
+    ),
+    Mutant(
+        "second derivatives of sums without a word",
+        SEQUENCE,
+        "        check_first_derivative()\n",
+        "",
+        (f"{VALUES}second_derivatives_are_refused",),
+        "A gradient penalty that adds nothing to gradients.",
+    ),
+    Mutant(
+        "second derivatives of gathered values without a word",
+        GATHER,
+        "        check_first_derivative()\n",
+        "",
+        (f"{VALUES}second_derivatives_are_refused",),
+        "The same penalty, of unsharded values or of the rows of other data ranks.",
+    ),
+    Mutant(
         "rows without a label count nothing",
         WEIGHTING,
         "elif not any(self._valid) and has_sequence_values(loss):",
         "elif not any(self._valid) and not has_sequence_values(loss):",
         (f"{LOOPS}in_a_batch_without_any_label",),
         "A preference is not learned from batches whose labels are all -100.",
+    ),
+    Mutant(
+        "rows without a declared target count nothing",
+        WEIGHTING,
+        "uncounted = float(has_sequence_values(loss))",
+        "uncounted = 0.0",
+        (f"{LOOPS}in_a_batch_without_any_label",),
+        "A preference is not learned from batches in which the step chooses no token.",
+    ),
+    Mutant(
+        "a mask of whole rows is a number",
+        WEIGHTING,
+        "        self._check_tokens(counted)\n",
+        "",
+        (f"{DECLARED}masks_of_other_tokens_are_refused",),
+        "Ranks weigh alike by a count of all tokens: gradients are divided by the number of ranks.",
     ),
     Mutant(
         "weights that add up to 1",

@@ -88,6 +88,15 @@ def smoothed(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor
     return 0.5 * F.cross_entropy(logits, targets, label_smoothing=0.1)
 
 
+def without_a_target(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+    """Beside a value of whole rows, which counts nevertheless."""
+    ids = batch["input_ids"]
+    nothing = torch.zeros_like(ids, dtype=torch.bool)
+    values = logits.view(*ids.shape, -1).log_softmax(-1)[..., 3]
+    mean = (values * nothing).sum() / module.count_targets(nothing)
+    return mean + module.sequence_mean(values.exp()).square().sum()
+
+
 WAYS = (cross_entropy, by_hand, by_class, smoothed)
 
 
@@ -108,6 +117,7 @@ def alone(way: Any, *options: Any) -> Any:
 
 CASES: list[Any] = [
     pytest.param(2, RING, cross_entropy, id="ring 2"),
+    pytest.param(2, RING, without_a_target, id="ring 2, a row without targets"),
     pytest.param(3, RING3, by_hand, id="ring 3, by hand"),
     pytest.param(2, ULYSSES, by_class, id="ulysses 2, weights of classes"),
     pytest.param(4, HYBRID, smoothed, id="hybrid, smoothed"),
@@ -290,6 +300,38 @@ def not_a_number(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Te
 def less_than_nothing(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
     module.count_targets(-torch.ones(batch["labels"].shape))
     return cross_entropy(module, batch, logits)
+
+
+def summed(batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+    """By hand, so that what it counts cannot be seen."""
+    return F.cross_entropy(logits, batch["labels"].flatten(), reduction="none").sum()
+
+
+def whole_mask(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+    """Of all tokens of the rows: equal on all ranks, so that their own targets would not weigh."""
+    mask = module.unshard(batch["labels"]) != -100
+    return summed(batch, logits) / module.count_targets(mask)
+
+
+def flat_whole_mask(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+    mask = module.unshard(batch["labels"]) != -100
+    return summed(batch, logits) / module.count_targets(mask.flatten().double())
+
+
+def shifted_mask(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+    """On one rank only."""
+    mask = batch["labels"] != -100
+    mask = mask[:, 1:] if module.global_rank else mask
+    return summed(batch, logits) / module.count_targets(mask)
+
+
+@pytest.mark.parametrize(("ranks", "settings"), [(2, RING), (3, RING3), (4, HYBRID)])
+@pytest.mark.parametrize("way", [whole_mask, flat_whole_mask, shifted_mask])
+@pytest.mark.quick("whole_mask-3-*", "shifted_mask-2-*")
+def test_masks_of_other_tokens_are_refused(ranks: int, settings: Settings, way: Any) -> None:
+    match = r"count_targets was given values \(.*\) of other tokens than this rank's, \[2, \d+\]"
+    options: dict[str, Any] = {"error": LightningCPError, "match": match}
+    expect_on_every_rank(ranks, refused, {**settings, **OFF}, way, {}, **options)
 
 
 def on_one_rank(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor:

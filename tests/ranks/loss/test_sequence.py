@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,6 @@ from lightning_cp.layout import Documents, SequenceLayout
 from lightning_cp.layout.axes import Flat
 from lightning_cp.loss.sequence import SequenceTokens, gather_rows
 from lightning_cp.mesh import ContextParallelMesh
-from tests.helpers.attention.late_delivery import LateDelivery
 from tests.helpers.pool import expect_on_every_rank, run_ranks
 
 ROWS, LENGTH = 2, 37
@@ -33,15 +33,26 @@ def documents_of(kind: str) -> Documents | None:
     return Documents.from_cu_seqlens(torch.tensor([[0, 5, 30, 37], [0, 37, 37, 37]]))
 
 
+def learned_of(weights: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Weights of tokens with a gradient, some of which are exactly 0."""
+    return torch.where(weights > 0.3, weights * scale.exp(), scale - scale.detach())
+
+
 def loss_of(
-    x: torch.Tensor, weights: torch.Tensor, tokens: SequenceTokens, group: Any
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    learned: torch.Tensor,
+    tokens: SequenceTokens,
+    group: Any,
 ) -> torch.Tensor:
     """A function of sums, means and single tokens that is not linear in any of them."""
     sums = tokens.sum(x.square(), weights).over(group)
     means = tokens.mean(x, weights > 0.5).over(group)
     last, first = (tokens.pick(x, at).over(group) for at in (-1, 0))
     every = tokens.sum(x).over(group)  # of padding, too, if it counted
-    return F.logsigmoid(sums.mean() - means.exp().sum()) + (last * first + every).sin().sum()
+    gated, pooled = (of(x, learned).over(group) for of in (tokens.sum, tokens.mean))
+    found = (last * first + every).sin() + (gated * pooled).cos()
+    return F.logsigmoid(sums.mean() - means.exp().sum()) + found.sum()
 
 
 def on_ranks(
@@ -56,7 +67,8 @@ def on_ranks(
     local = mesh.shard(whole, layout, pad_value=1e3)
     tokens = SequenceTokens.of(layout, mesh.cp_rank, ROWS)
     own_weights = mesh.shard(weights, layout)
-    loss = loss_of(local * scale, own_weights, tokens, mesh.group(Flat.CP))
+    learned = learned_of(own_weights, scale[0])
+    loss = loss_of(local * scale, own_weights, learned, tokens, mesh.group(Flat.CP))
     weight = shares[mesh.cp_rank] * mesh.cp_size / sum(shares)
     (loss * weight).backward()
     assert scale.grad is not None
@@ -139,37 +151,63 @@ def test_messages() -> None:
     run_ranks(2, messages)
 
 
-def come_late(rank: int, world_size: int) -> None:
-    """All that is sent is waited for, before it is read and before its memory is used again."""
-    late, values = LateDelivery(), []
-    for delay in (late.delaying(), nullcontext()):
-        with delay:
-            values.append(
-                (
-                    on_ranks(rank, world_size, 2, 1, "zigzag", "packed", (1, 1)),
-                    of_all_rows(rank, world_size, 1, 2),
-                )
-            )
-    (sums, rows), (want_sums, want_rows) = values
-    for got, want in zip((*sums, *rows), (*want_sums, *want_rows), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
+COLLECTIVES = (
+    *(
+        "all_reduce",
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "all_to_all_single",
+    ),
+    *("reduce_scatter_tensor", "broadcast", "batch_isend_irecv"),
+)
+
+
+def exchanges(rank: int, world_size: int) -> list[tuple[str, bool]]:
+    """The messages of sums and of gathered rows, both ways, and whether each may come later."""
+    found: list[tuple[str, bool]] = []
+
+    def noting(name: str, own: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found.append((name, kwargs.get("async_op", name == "batch_isend_irecv")))
+            return own(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in COLLECTIVES:
+            stack.enter_context(mock.patch.object(dist, name, noting(name, getattr(dist, name))))
+        on_ranks(rank, world_size, 2, 1, "zigzag", "packed", (1, 1))
+        of_all_rows(rank, world_size, 1, 2)
+    return found
 
 
 def test_results_do_not_depend_on_when_data_arrives() -> None:
-    run_ranks(2, come_late)
+    """All messages block. One that does not needs a cell of ``LateDelivery``, as attention has."""
+    for found in run_ranks(2, exchanges):
+        assert {name for name, _ in found} == {"all_reduce", "all_gather", "all_to_all_single"}
+        assert not any(is_late for _, is_late in found)
 
 
-def second_derivative(rank: int, world_size: int) -> None:
+def second_derivative(rank: int, world_size: int, way: str) -> None:
     mesh = ContextParallelMesh(ring_size=world_size)
-    layout = SequenceLayout(LENGTH, world_size)
+    layout, group = SequenceLayout(LENGTH, world_size), mesh.group(Flat.CP)
     tokens = SequenceTokens.of(layout, rank, ROWS)
     x = torch.randn(ROWS, layout.local_len, requires_grad=True)
-    value = tokens.sum(x).over(mesh.group(Flat.CP)).square().sum()
     try:
-        torch.autograd.grad(value, x, create_graph=True)
+        if way == "unshard":
+            value = mesh.unshard(x, layout)
+        elif way == "gather_data":
+            value = gather_rows(x, group)
+        else:
+            of = {"sum": tokens.sum, "mean": tokens.mean, "pick": partial(tokens.pick, index=0)}
+            value = of[way](x).over(group)
+        torch.autograd.grad(value.square().sum(), x, create_graph=True)
     finally:
         mesh.destroy()
 
 
-def test_second_derivatives_are_refused() -> None:
-    expect_on_every_rank(2, second_derivative, error=ConfigError, match="has no second derivative")
+@pytest.mark.parametrize("way", ["sum", "mean", "pick", "unshard", "gather_data"])
+def test_second_derivatives_are_refused(way: str) -> None:
+    match = "of unshard, gather_data, .* has no second derivative"
+    expect_on_every_rank(2, second_derivative, way, error=ConfigError, match=match)

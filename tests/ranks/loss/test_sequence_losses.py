@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_cp.errors import ConfigError, LightningCPError, ShapeError
+from lightning_cp.errors import BatchMismatchError, ConfigError, LightningCPError, ShapeError
 from tests.helpers.pool import expect_on_every_rank, run_ranks
 from tests.helpers.strategies.small import (
     HYBRID,
@@ -40,11 +40,17 @@ def of_whole(loop: Loop, name: str, x: torch.Tensor, *more: Any) -> torch.Tensor
     if loop.parallel:
         return getattr(strategy, name)(x, *more)
     if name == "sequence_pick":
-        return x[:, more[0]]
+        return x[:, more[0]] if len(more) == 1 else counted_token(x, *more)
     mask = more[0].to(x.dtype) if more else torch.ones(x.shape[:2], dtype=x.dtype)
     mask = mask.view(*mask.shape, *[1] * (x.dim() - 2))
     total = (x * mask).sum(1)
     return total if name == "sequence_sum" else total / mask.sum(1)
+
+
+def counted_token(x: torch.Tensor, index: int, mask: torch.Tensor) -> torch.Tensor:
+    """The token of an index among those that a mask counts; -1 is the last."""
+    found = [torch.nonzero(row)[index, 0] for row in mask]
+    return x[torch.arange(len(x)), torch.stack(found)]
 
 
 def logps(loop: Loop, batch: Batch) -> torch.Tensor:
@@ -66,11 +72,26 @@ def pooled(loop: Loop, batch: Batch) -> torch.Tensor:
     return (means[:, :4].tanh() - 0.2).square().mean()
 
 
+def attended(loop: Loop, batch: Batch) -> torch.Tensor:
+    """A regression of means by learned weights, divided by a count of a mask."""
+    logits, mask = loop.logits(batch), batch["input_ids"] % 3 > 0
+    means = of_whole(loop, "sequence_mean", logits[..., :4], logits[..., 4].sigmoid())
+    count = of_whole(loop, "sequence_sum", mask) if loop.parallel else mask.sum(1)
+    return (means.tanh() - 0.2).square().sum(1).div(count).sum()
+
+
 def rewarded(loop: Loop, batch: Batch) -> torch.Tensor:
     """Of the last token, as a reward model, and of the first, as BERT's classes."""
     logits = loop.logits(batch)
     last, first = (of_whole(loop, "sequence_pick", logits, at) for at in (-1, 0))
     return -F.logsigmoid(last[0, 0] - last[1, 0]) + F.cross_entropy(first, torch.tensor([3, 5]))
+
+
+def answered(loop: Loop, batch: Batch) -> torch.Tensor:
+    """Of the last token of an answer, and of its third."""
+    logits, mask = loop.logits(batch), batch["input_ids"] % 3 > 0
+    last, third = (of_whole(loop, "sequence_pick", logits, at, mask) for at in (-1, 2))
+    return -F.logsigmoid(last[0, 0] - last[1, 0]) + F.cross_entropy(third, torch.tensor([3, 5]))
 
 
 def denoised(loop: Loop, batch: Batch) -> torch.Tensor:
@@ -117,7 +138,7 @@ def alone(way: Any, labels: str = "aligned") -> Any:
 @pytest.mark.pairwise
 @GRIDS
 @pytest.mark.parametrize("labels", ["aligned", "none"])
-@pytest.mark.parametrize("way", [preferences, pooled, rewarded, denoised])
+@pytest.mark.parametrize("way", [preferences, pooled, attended, rewarded, answered, denoised])
 def test_they_equal_one_process(ranks: int, settings: Settings, labels: str, way: Any) -> None:
     for got in run_ranks(ranks, trained, settings, way, labels):
         close(got, alone(way, labels))
@@ -134,12 +155,24 @@ def no_label(loop: Loop, batch: Batch) -> torch.Tensor:
     return loop.loss(batch).nan_to_num() + preferences(loop, batch)
 
 
-def without_any_label(rank: int, world_size: int, settings: Settings | None) -> torch.Tensor:
+def no_target(loop: Loop, batch: Batch) -> torch.Tensor:
+    """The step chooses no token, and the whole-row term counts nevertheless."""
+    strategy: Any = loop.fabric.strategy
+    values = logps(loop, batch)
+    mask = torch.zeros_like(values, dtype=torch.bool)
+    count = strategy.count_targets(mask) if loop.parallel else 1
+    return (values * mask).sum() / count + preferences(loop, batch)
+
+
+def without_any_label(
+    rank: int, world_size: int, settings: Settings | None, way: Any
+) -> torch.Tensor:
     loop = Loop(world_size, None if settings is None else settings)
     try:
         for whole in loop.batches(4, use_distributed_sampler=False):
-            whole["labels"].fill_(-100)
-            loop.fabric.backward(no_label(loop, loop.shard(whole)))
+            if way is no_label:
+                whole["labels"].fill_(-100)
+            loop.fabric.backward(way(loop, loop.shard(whole)))
             loop.optimizer.step()
             loop.optimizer.zero_grad()
     finally:
@@ -148,9 +181,10 @@ def without_any_label(rank: int, world_size: int, settings: Settings | None) -> 
 
 
 @GRIDS
-def test_in_a_batch_without_any_label(ranks: int, settings: Settings) -> None:
-    (want,) = run_ranks(1, without_any_label, None)
-    for got in run_ranks(ranks, without_any_label, settings):
+@pytest.mark.parametrize("way", [no_label, no_target])
+def test_in_a_batch_without_any_label(ranks: int, settings: Settings, way: Any) -> None:
+    (want,) = run_ranks(1, without_any_label, None, way)
+    for got in run_ranks(ranks, without_any_label, settings, way):
         close(got, want)
 
 
@@ -256,6 +290,89 @@ def test_a_place_that_is_not_there(ranks: int, settings: Settings) -> None:
     )
 
 
+def own_last(loop: Loop, batch: Batch) -> torch.Tensor:
+    """The last token of a rank's part, as one process finds that of a row."""
+    mask = torch.ones_like(batch["input_ids"])
+    own = mask.sum(1) - 1 - torch.distributed.get_rank()  # another number of tokens on each rank
+    return of_whole(loop, "sequence_pick", logps(loop, batch), own).sum()
+
+
+def short_of_a_token(loop: Loop, batch: Batch) -> torch.Tensor:
+    """Values of another width on one rank."""
+    width = 5 - (torch.distributed.get_rank() == 1)
+    return of_whole(loop, "sequence_sum", loop.logits(batch)[..., :width]).sum()
+
+
+def narrow(loop: Loop, batch: Batch) -> torch.Tensor:
+    """Values of another dtype on one rank."""
+    values = logps(loop, batch)
+    values = values.float() if torch.distributed.get_rank() else values
+    return of_whole(loop, "sequence_mean", values).sum()
+
+
+def masked_alone(name: str, loop: Loop, batch: Batch) -> torch.Tensor:
+    """One rank gives a mask."""
+    values = logps(loop, batch)
+    masks = [values > -9] if torch.distributed.get_rank() == 1 else []
+    return of_whole(loop, name, values, *masks).sum()
+
+
+def picked_alone(loop: Loop, batch: Batch) -> torch.Tensor:
+    values = logps(loop, batch)
+    masks = [values > -9] if torch.distributed.get_rank() == 1 else []
+    return of_whole(loop, "sequence_pick", values, -1, *masks).sum()
+
+
+def weighted_alone(loop: Loop, batch: Batch) -> torch.Tensor:
+    """One rank gives weights, the others a mask: sums of other dtypes."""
+    values = logps(loop, batch).float()
+    mask = (values > -9).to(torch.float64 if torch.distributed.get_rank() == 1 else torch.bool)
+    return of_whole(loop, "sequence_mean", values, mask).sum()
+
+
+def without_a_gradient(loop: Loop, batch: Batch) -> torch.Tensor:
+    """Other ranks would wait for this one in backward."""
+    values = logps(loop, batch)
+    values = values.detach() if torch.distributed.get_rank() == 1 else values
+    sums = of_whole(loop, "sequence_sum", values)
+    return (sums + 0 * preferences(loop, batch)).sum()
+
+
+SAME = r"ranks that share one sample disagree on {} \(rank 0: {}, rank 1: {}.*Give all of them"
+
+
+@GRIDS
+@pytest.mark.parametrize(
+    ("way", "match"),
+    [
+        (own_last, SAME.format("the index of row 0", r"\d+", r"\d+") + ".*-1 is the last token"),
+        (short_of_a_token, SAME.format("values", r"float64 \[2, \d+, 5\]", r".*, 4\]")),
+        (narrow, SAME.format("values", r"float64 \[2, \d+\]", r"float32 \[2, \d+\]")),
+        (partial(masked_alone, "sequence_sum"), SAME.format("a mask", None, "bool")),
+        (picked_alone, "ranks are not at the same call .*rank 1: a mask of sequence_pick"),
+        (partial(masked_alone, "sequence_mean"), SAME.format("a mask", None, "bool")),
+        (weighted_alone, SAME.format("a mask", "bool", "float64")),
+        (without_a_gradient, SAME.format("a gradient", True, False)),
+    ],
+    ids=[
+        "own index",
+        "width",
+        "dtype",
+        "mask of a sum",
+        "mask of a pick",
+        "mask of a mean",
+        "weights",
+        "gradient",
+    ],
+)
+@pytest.mark.quick("own index-ring 3", "width-ring 2", "mask of a mean-ulysses 2")
+def test_arguments_that_differ_between_ranks(
+    ranks: int, settings: Settings, way: Any, match: str
+) -> None:
+    options: dict[str, Any] = {"error": BatchMismatchError, "match": match}
+    expect_on_every_rank(ranks, stepped, settings, way, "none", **options)
+
+
 def at_padding(loop: Loop, batch: Batch) -> torch.Tensor:
     """The second row has 20 tokens."""
     return of_whole(loop, "sequence_pick", logps(loop, batch), torch.tensor([28, 20])).sum()
@@ -276,6 +393,20 @@ def whole_mask(loop: Loop, batch: Batch) -> torch.Tensor:
     values = logps(loop, batch)
     length = 29 if torch.distributed.get_rank() else values.shape[1]
     return of_whole(loop, "sequence_mean", values, torch.ones(2, length)).sum()
+
+
+def whole_mask_of_a_pick(loop: Loop, batch: Batch) -> torch.Tensor:
+    """On one rank."""
+    values = logps(loop, batch)
+    length = 29 if torch.distributed.get_rank() else values.shape[1]
+    return of_whole(loop, "sequence_pick", values, -1, torch.ones(2, length)).sum()
+
+
+def beyond_a_mask(loop: Loop, batch: Batch) -> torch.Tensor:
+    """The second row has 20 tokens, whatever the mask counts."""
+    values = logps(loop, batch)
+    places = torch.tensor([28, 20])
+    return of_whole(loop, "sequence_pick", values, places, torch.ones_like(values)).sum()
 
 
 def too_few_places(loop: Loop, batch: Batch) -> torch.Tensor:
@@ -305,7 +436,9 @@ def padded(rank: int, world_size: int, settings: Settings, way: Any) -> None:
         (before_the_first, r"sequence_pick\(-2\) is not a token of row 0.*or -1 for the last"),
         (short_mask, r"mask takes values .*this rank's tokens.*compare logits with"),
         (whole_mask, r"mask takes values .*this rank's tokens.*got \(2, 29\)"),
-        (too_few_places, r"needs one index for each of 2 rows, got 1"),
+        (whole_mask_of_a_pick, r"mask takes values .*this rank's tokens.*got \(2, 29\)"),
+        (beyond_a_mask, r"sequence_pick\(20\) is not a token of row 1, which has 20 without"),
+        (too_few_places, r"needs one index for each row, of which there are 2, got 1"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )

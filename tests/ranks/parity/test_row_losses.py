@@ -67,6 +67,7 @@ FAULTS: dict[str, Callable[[Losing, Values, Values], Values]] = {
     "own count": lambda m, x, k: m.sequence_sum(x).sum() / k.sum(),
     "own length": lambda m, x, k: m.sequence_sum(x).mean() / x.shape[1],
     "own value": lambda m, x, k: preferred(m.sequence_sum(x)) + x.detach().mean(),
+    "own index": lambda m, x, k: preferred(m.sequence_pick(x, k.sum(1) - 1)),
     "rank's function": lambda m, x, k: preferred(m.sequence_sum(x)) ** (1 + (rank() == 1)),
     "rank's branch": lambda m, x, k: (x if rank() else m.sequence_sum(x)).sum(),
 }
@@ -81,6 +82,9 @@ TOKENS = r"cause: a mean over other tokens than those with labels\..*count_targe
 COUNT = r"cause: a count of other tokens than those of the loss\..*/ self\.count_targets\(mask\)"
 NUMBER = r"cause: a loss of whole sequences, times a number of a rank's own tokens\..*sequence_sum\(mask\)"
 SAME = "cause: different data inside the cp group"
+INDEX = (
+    r"sequence_pick: ranks .* disagree on the index of row \d .*-1 is the last token that is not"
+)
 BRANCH = r"ranks are not at the same call \(rank 0: sequence_sum; rank 1: .*\)"
 NO_MEAN = r"cause: a loss that is no mean over targets\..*self\.sequence_sum\(values, mask\)"
 
@@ -107,6 +111,8 @@ NAMED: dict[tuple[str, str], str] = {
     ("own length", ALIGNED): NUMBER,
     ("own value", NONE): DIFFERS,
     ("own value", ALIGNED): NO_MEAN,
+    ("own index", NONE): INDEX,
+    ("own index", ALIGNED): INDEX,
     ("rank's function", NONE): SAME,
     ("rank's function", ALIGNED): SAME,
     ("rank's branch", NONE): BRANCH,
@@ -132,7 +138,13 @@ def fit(_: int, world_size: int, name: str, labels: str, settings: Settings) -> 
 
 
 @pytest.mark.quick(
-    *("sum forgotten-none", "pick forgotten-aligned", "own length-none", "own mean beside-aligned")
+    *(
+        "sum forgotten-none",
+        "pick forgotten-aligned",
+        "own length-none",
+        "own mean beside-aligned",
+        "own index-none",
+    )
 )
 @pytest.mark.parametrize(
     ("name", "labels"), NAMED, ids=[f"{name}-{labels}" for name, labels in NAMED]
@@ -154,6 +166,7 @@ def test_the_first_check_names_them(name: str, labels: str) -> None:
         ("other mask", NONE),
         ("own length", NONE),
         ("own value", NONE),
+        ("own index", NONE),
     ],
 )
 def test_of_more_ranks(name: str, labels: str, ranks: int, settings: Settings) -> None:
@@ -168,7 +181,7 @@ class Stepping(torch.nn.Module):
     def __init__(self, plain: Losing, strategy: Any) -> None:
         super().__init__()
         self.plain = plain
-        for name in ("sequence_sum", "count_targets"):
+        for name in ("sequence_sum", "sequence_pick", "count_targets"):
             setattr(plain, name, getattr(strategy, name))
 
     def forward(self, batch: Any) -> Values:
@@ -186,7 +199,7 @@ def checked(_: int, world_size: int, name: str, labels: str) -> None:
     strategy.check_parity(default_collate(rows(labels)), model)
 
 
-@pytest.mark.quick("own value-none")
+@pytest.mark.quick("own value-none", "own index-none")
 @pytest.mark.parametrize(
     ("name", "labels"),
     [
@@ -195,6 +208,7 @@ def checked(_: int, world_size: int, name: str, labels: str) -> None:
         ("other mask", NONE),
         ("own length", NONE),
         ("own value", NONE),
+        ("own index", NONE),
         ("rank's branch", NONE),
     ],
     ids=lambda x: x,

@@ -124,11 +124,53 @@ def test_gradients(kind: str) -> None:
     assert torch.autograd.gradcheck(every, (x,))
 
 
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_gradients_of_learned_weights(kind: str) -> None:
+    """Also where a weight is exactly 0, and not of padding."""
+    tokens, x = tokens_of(kind), values(2)
+    learned = torch.rand(ROWS, LENGTH, dtype=torch.float64) + 0.2
+    learned[:, 4::3] = 0
+    learned.requires_grad_()
+
+    def every(x: torch.Tensor, learned: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tokens.sum(x, learned).over(None), tokens.mean(x, learned).over(None)
+
+    assert torch.autograd.gradcheck(every, (x, learned))
+    is_padding = tokens.owner < 0
+    with torch.no_grad():
+        x[is_padding] = learned[is_padding] = torch.nan
+    grads = torch.autograd.grad(torch.cat(every(x, learned)).sum(), (x, learned))
+    assert all(grad.isfinite().all() for grad in grads)
+    fixed = torch.autograd.grad(torch.cat(every(x, learned.detach())).sum(), x)[0]
+    torch.testing.assert_close(fixed, grads[0])
+
+
 def test_narrow_sums_are_accumulated_in_float32() -> None:
     x = torch.full((1, 4096), 1.0, dtype=torch.bfloat16)
     tokens = SequenceTokens.whole(1, 4096)
     assert tokens.sum(x).over(None).item() == 4096
     assert tokens.mean(x, torch.ones_like(x)).over(None).item() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64])
+@KINDS
+def test_sums_of_whole_numbers_are_torch_s(kind: str, dtype: torch.dtype) -> None:
+    """A count of a mask, by which a loss is divided: not true or false, and nothing overflows."""
+    spans, tokens = intervals(kind)[1], tokens_of(kind)
+    x = (values().detach() > -1) * (1 if dtype is torch.bool else 200)
+    x = x.to(dtype)
+    want = torch.stack([x[row, start:end].sum() for row, start, end in spans])
+    for got in (tokens.sum(x), tokens.sum(x, torch.ones_like(x, dtype=torch.bool))):
+        assert got.over(None).dtype is torch.int64
+        assert torch.equal(got.over(None), want)
+    sizes = torch.tensor([end - start for _, start, end in spans])
+    torch.testing.assert_close(tokens.mean(x).over(None), want / sizes)
+    torch.testing.assert_close(tokens.mean(x, x).over(None), want * int(x.max()) / want)
+    large = x.to(dtype) if dtype is torch.bool else (x.long() + 2**40).to(dtype)
+    assert torch.equal(
+        tokens.pick(large, 0).over(None),
+        torch.stack([large[row, start] for row, start, _ in spans]),
+    )
 
 
 @pytest.mark.parametrize("index", [11, -2, [0, 0, 99]])
@@ -161,5 +203,5 @@ def test_shapes_that_do_not_fit() -> None:
         tokens.sum(x, torch.ones(3, 10)).over(None)
     with pytest.raises(ShapeError, match="one value for each token"):
         tokens.mean(x, torch.ones(3, 11, 2)).over(None)
-    with pytest.raises(ShapeError, match="one index for each of 3 rows, got 2"):
+    with pytest.raises(ShapeError, match="one index for each row, of which there are 3, got 2"):
         tokens.pick(x, [0, 1]).over(None)
