@@ -179,9 +179,10 @@ class BatchSettings:
     )
     loss_reduction: str = setting(
         "mean",
-        "reduction of the loss over its targets; `mean` is the only one so far.",
+        "reduction of the loss over its targets; `mean` is the only one. A step computes a sum with "
+        "`sequence_sum`.",
         choices=("mean",),
-        instead="a loss that is the mean over its targets; others are not available yet",
+        instead="the mean, or in the step self.sequence_sum(losses).sum() for a sum",
     )
     labels: str = setting(
         "auto",

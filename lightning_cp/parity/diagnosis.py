@@ -38,8 +38,8 @@ REMEDY = {
     ),
     Cause.UNSCALED_LOSS: (
         "Return the mean over the targets of this rank's tokens, not divided, summed or averaged over ranks: "
-        "the strategy weighs it. A sum that is meant, of each row say, is computed from "
-        "self.sequence_sum(losses of tokens, mask), or self.unshard(losses of tokens)."
+        "the strategy weighs it. For a sum write self.sequence_sum(losses of tokens, mask).sum(); for "
+        "another function of whole rows use self.unshard(losses of tokens)."
     ),
     Cause.OTHER_COUNT: (
         "Call count_targets with the mask, or the weights, that the loss multiplies the values of tokens by, "

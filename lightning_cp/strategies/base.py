@@ -122,7 +122,8 @@ class ContextParallelStrategy:
         token_weighting: weights of targets: ``micro_batch`` (the loss is the mean over each micro-batch, as
             with DDP; data ranks and the micro-batches of an accumulation window have equal weights) or
             ``global`` (all targets have equal weights, over data ranks and over an accumulation window).
-        loss_reduction: reduction of the loss over its targets; ``mean`` is the only one so far.
+        loss_reduction: reduction of the loss over its targets; ``mean`` is the only one. A step computes a
+            sum with ``sequence_sum``.
         labels: meaning of the labels: ``auto`` (for Hugging Face models that are called with ``labels=``:
             labels are shifted on the whole sequence), ``shift`` (the same, and the step takes its targets
             from ``batch["shift_labels"]``), ``aligned`` (``labels[i]`` is the target of token i; any other

@@ -235,7 +235,7 @@ def fit(
             "ddp_comm_hook: an option of data_parallel='ddp'",
         ),
         ({"token_weighting": "step"}, "token_weighting must be one of micro_batch, global"),
-        ({"loss_reduction": "sum"}, "must be one of mean, got 'sum'.*others are not available yet"),
+        ({"loss_reduction": "sum"}, "must be one of mean, got 'sum'.*sequence_sum"),
         ({"parity_check": "first"}, "must be 'first_batch', 'off', or 'every_<n>' .*, got 'first'"),
         ({"parity_check": "every_0"}, "parity_check must be .*'every_100', got 'every_0'"),
         ({"parity_check": "every_n"}, "parity_check must be .*, got 'every_n'"),
