@@ -154,15 +154,16 @@ _WARNINGS = {
     Mismatch.SUM: "self.log({name}, ...) in {where} was given a sum over targets (a loss with "
     "reduction='sum'), and shows its mean over the ranks that share a sample ({labels} labels), not what one "
     "process would show. Log the mean, self.cp_log({name}, total, count) of ContextParallelMixin; for the "
-    "sum, compute it from self.unshard(losses of tokens), which all ranks have.",
+    "sum, self.sequence_sum(losses of tokens, mask) or self.unshard(losses of tokens), which all ranks have.",
     Mismatch.STEP: "a loss function in {where} counted {counts} targets on the ranks that share a sample, "
     "which have {labels} labels, so what self.log shows of it (maybe {name}) is another value than one "
     "process would show. Log self.cp_log(name, loss * count, count) of ContextParallelMixin; or call "
     "self.count_targets(count) in the step.",
     Mismatch.ROWS: "self.log({name}, ...) in {where} was given a mean over rows of means over each row's "
     "tokens, of which a rank has a part, so it shows another value than one process would, or "
-    "NaN where a row has no labels on a rank. Compute it from self.unshard(losses of tokens) and "
-    "self.unshard(mask), of ContextParallelMixin, which all ranks have whole.",
+    "NaN where a row has no labels on a rank. Compute it by self.sequence_mean(losses of tokens, mask), or "
+    "from self.unshard(losses of tokens) and self.unshard(mask), of ContextParallelMixin, which all ranks "
+    "have whole.",
 }
 
 

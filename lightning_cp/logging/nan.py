@@ -81,6 +81,6 @@ class NanWarnings:
 _NAN = (
     "self.log({name!r}, ...) in {where} got NaN from rank {ranks} of those that share a sample, and a number "
     "from the others, so it shows NaN. Likely causes: a mean over no elements on that rank (0 / 0), or an "
-    "overflow. Compute such a mean from self.unshard(values of tokens) of ContextParallelMixin, or log it "
-    "with self.cp_log({name!r}, total, count)."
+    "overflow. Compute such a mean by self.sequence_mean(values of tokens, mask) of ContextParallelMixin, or "
+    "from self.unshard(values of tokens), or log it with self.cp_log({name!r}, total, count)."
 )

@@ -38,9 +38,9 @@ JOINED = (
 """Start of a message that ``ASK`` completes."""
 
 GATHERED = (
-    "the loss combines values of unshard with something that each rank computes of its own tokens (the norm "
-    "of their gradient, by target, is {:g} on rank {} and {:g} on rank {}), which has to come from unshard, "
-    "too; so "
+    "the loss combines values of whole sequences with something that each rank computes of its own tokens "
+    "(the norm of their gradient, by target, is {:g} on rank {} and {:g} on rank {}), which has to come from "
+    "sequence_sum, sequence_mean, sequence_pick or unshard, too; so "
 )
 """Start of a message that ``ASK`` completes."""
 
@@ -52,10 +52,11 @@ FACTORS = (
 
 ASK = (
     "it is not known what this loss is a mean over: it is more than cross-entropies of PyTorch "
-    "(reduction='mean'), times numbers of Python, and values of unshard, so that its gradient could be wrong "
-    "silently. Call {count}(mask or number) before its backward, if every term of the loss is a sum over "
-    "that mask, divided by its count; or {check}. A loss of sums per sequence (DPO, rewards) is computed "
-    "from {unshard}(values), which are the same on all ranks."
+    "(reduction='mean'), times numbers of Python, and values of whole sequences, so that its gradient could "
+    "be wrong silently. A mean over a mask: call {owner}.count_targets(mask or number) before its backward, "
+    "if every term of the loss is a sum over that mask, divided by its count. A loss of rows (DPO, rewards, "
+    "classes): compute it from {owner}.sequence_sum(values), sequence_mean, sequence_pick or unshard, which "
+    "are the same on all ranks; labels='none' if the batch has no labels of tokens. Any other: {check}."
 )
 """Message about a loss of no known kind."""
 

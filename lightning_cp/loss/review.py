@@ -133,9 +133,9 @@ _NOT_OF_SEQUENCES = (
     f"targets. {_WAYS}"
 )
 _WEIGHED_BY_TOKENS = (
-    "a term of whole sequences (of sequence_sum, sequence_mean, sequence_pick or unshard) would be weighted "
-    "by the tokens of its rows, as token_weighting='global' says. Use token_weighting='micro_batch', or a "
-    "mean over tokens alone."
+    "a term of whole sequences (of sequence_sum, sequence_mean, sequence_pick or unshard, or the loss of a "
+    "model's routers) would be weighted by the tokens of its rows, as token_weighting='global' says. Use "
+    "token_weighting='micro_batch', or a mean over tokens alone: for routers, output_router_logits=False."
 )
 
 

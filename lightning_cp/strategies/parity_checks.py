@@ -235,8 +235,7 @@ class TrainerParity:
         )
 
     def _set_question(self, check: str) -> None:
-        names = {"count": "self.count_targets", "unshard": "self.unshard"}
-        self._runtime.losses.question = ASK.format(**names, check=check)
+        self._runtime.losses.question = ASK.format(owner="self", check=check)
 
     @property
     def _is_first_rank(self) -> bool:
@@ -325,8 +324,7 @@ class FabricParity:
 def fabric_question(seen: str = "") -> str:
     """Return Fabric's message about a loss of no known kind; ``seen``: the result of an earlier check."""
     check = f"compare the step with one process by fabric.strategy.check_parity(batch, step){seen}"
-    names = {"count": "fabric.strategy.count_targets", "unshard": "fabric.strategy.unshard"}
-    return ASK.format(**names, check=check)
+    return ASK.format(owner="fabric.strategy", check=check)
 
 
 def _backward_in_fabric(backward: Callable[[torch.Tensor], Any], loss: torch.Tensor) -> None:

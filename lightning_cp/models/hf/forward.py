@@ -91,8 +91,9 @@ def watch_output(model: Any, output: Any, local_len: int) -> None:
     if pooled:
         raise ConfigError(
             f"{name} returns {_POOLED}, made from one of a rank's own tokens, where one process takes one of "
-            "the whole sequence. If nothing needs it, leave the pooling layer out: model.pooler = None, or "
-            "add_pooling_layer=False. Otherwise use a strategy without context parallelism."
+            "the whole sequence. Leave the pooling layer out: model.pooler = None, or "
+            "add_pooling_layer=False. If the loss needs that token, take it in the step: "
+            "self.sequence_pick(hidden, 0), of last_hidden_state."
         )
     for key, value in fields.items():
         if not isinstance(value, torch.Tensor) or not value.requires_grad or not value.dim():

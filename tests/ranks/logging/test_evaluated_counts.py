@@ -153,14 +153,14 @@ KINDS: dict[str, Step] = {
     "twice a subset": lambda s, x, y, ids: log(s, 2 * ce(x, subset(y, ids))),
 }
 WRONG = {
-    "sum": r"self.log\('val', ...\) in validation_step was given a sum over targets",
+    "sum": r"'val', ...\) in validation_step was given a sum over targets .*self\.sequence_sum\(",
     "scaled sum": r"self.log\('val', ...\) in validation_step was given a sum over targets",
     "sum over all": r"self.log\('val', ...\) in validation_step was given a sum over targets",
     "subset": r"'val', ...\) in validation_step was given a mean over other targets .*\(\d+(, \d+)+ on",
     "subset of nll": r"'val', ...\) in validation_step was given a mean over other targets",
     "classes": r"'val', ...\) in validation_step was given a mean over other targets",
     "beside": r"self.log\('part', ...\) in validation_step was given a mean over other targets",
-    "rows": r"'val', ...\) in validation_step was given a mean over rows .* self\.unshard",
+    "rows": r"'val', ...\) in validation_step was given a mean over rows .*\.sequence_mean\(.*\.unshard",
     "rows of at least one": r"'val', ...\) in validation_step was given a mean over rows",
     "half of rows": r"'val', ...\) in validation_step was given a mean over rows",
     "sum by hand": r"self.log\('val', ...\) in validation_step was given a sum over targets",

@@ -136,7 +136,8 @@ def alone(way: Any, count: int = 4) -> Any:
 def test_a_loss_of_no_known_kind_is_refused_at_the_first_backward(way: Any) -> None:
     match = (
         r"not known what this loss is a mean over.*fabric.strategy.count_targets\(mask or number\).*"
-        r"fabric.strategy.check_parity\(batch, step\).*fabric.strategy.unshard\(values\)"
+        r"fabric.strategy.sequence_sum\(values\), sequence_mean, .*labels='none'.*"
+        r"fabric.strategy.check_parity\(batch, step\)"
     )
     expect_on_every_rank(2, trained, RING, way, error=ConfigError, match=match)
 
@@ -343,7 +344,7 @@ def whole_with_a_baseline(loop: Loop, batch: Batch) -> torch.Tensor:
 def test_whole_rows_with_a_rank_s_own_tensor_are_refused(
     ranks: int, settings: Settings, way: Any
 ) -> None:
-    match = r"values of unshard with something.*on rank 0 and.*not known what this loss is"
+    match = r"values of whole sequences with something.*on rank 0 and.*sequence_sum.*not known what"
     expect_on_every_rank(ranks, stepped, settings, way, error=ConfigError, match=match)
 
 

@@ -3,98 +3,115 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import pytest
-import torch
-from lightning.fabric import Fabric
+import transformers
 
-from lightning_cp.fabric import UlyssesRingStrategy
-from tests.helpers.models.steps import Case
-from tests.helpers.models.zoo import make
-from tests.helpers.pool import run_ranks
-from tests.helpers.pool.environment import PoolEnvironment
+from lightning_cp.errors import ConfigError
+from tests.helpers.models.routers import DOORS, MODELS, train_alone
+from tests.helpers.pool import expect_on_every_rank, run_ranks
 from tests.helpers.strategies.small import (
     HYBRID,
+    LET_EMPTY,
     RING,
     RING3,
     ULYSSES,
     Settings,
-    alone,
-    whole,
+    close,
 )
 
-LENGTH = 29
-EXPERTS: dict[str, Any] = {
-    "num_experts_per_tok": 2,
-    "output_router_logits": True,
-    "router_aux_loss_coef": 0.3,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "MixtralForCausalLM": {"num_local_experts": 4},
-    "Qwen3MoeForCausalLM": {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8},
-    "OlmoeForCausalLM": {"num_experts": 4},
-    "GptOssForCausalLM": {"num_local_experts": 4, "head_dim": 8},
+pytestmark = LET_EMPTY
+
+GRIDS: dict[str, tuple[int, Settings]] = {
+    "ring2": (2, RING),
+    "ring3": (3, RING3),
+    "ulysses2": (2, ULYSSES),
+    "hybrid": (4, HYBRID),
+    "llama3": (2, {**RING, "mode": "zigzag_llama3"}),
+    "fsdp": (2, {**RING, "data_parallel": "fsdp"}),
 }
 
 
-def batches(sides: str) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(4)
-    found: list[dict[str, torch.Tensor]] = []
-    for _ in range(2):
-        ids = torch.randint(3, 43, (3, LENGTH), generator=generator)
-        mask = torch.ones_like(ids)
-        if sides == "right":
-            mask[0, -9:], mask[2, -1:] = 0, 0
-        if sides == "left":
-            mask[1, :12] = 0
-        batch = {"input_ids": ids * mask, "labels": ids.masked_fill(mask == 0, -100)}
-        found.append({**batch, "attention_mask": mask} if sides else batch)
-    return found
+@lru_cache(maxsize=32)
+def one(name: str, loss: str, kind: str) -> Any:
+    return run_ranks(1, train_alone, name, loss, kind)[0]
 
 
-def trained(
-    rank: int, world_size: int, settings: Settings | None, name: str, sides: str
-) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    torch.manual_seed(3)
-    if settings is None:
-        alone()
-    strategy: Any = "auto" if settings is None else UlyssesRingStrategy(**settings)
-    plugins: Any = [] if settings is None else [PoolEnvironment()]
-    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy, plugins=plugins)
-    fabric.launch()
-    made = make(name, Case(), **EXPERTS, **MODELS[name]).double()
-    model: Any
-    model, optimizer = fabric.setup(made, torch.optim.SGD(made.parameters(), lr=0.1))
-    losses: list[torch.Tensor] = []
-    for batch in batches(sides):
-        part = batch if settings is None else strategy.shard_batch(batch)
-        output = model(**part)
-        fabric.backward(output.loss)
-        mean = output.loss if settings is None else strategy.average(output.loss)
-        losses += [mean.detach(), output.aux_loss.detach()]
-        optimizer.step()
-        optimizer.zero_grad()
-    if settings is not None:
-        strategy.end_step()
-    return losses, {n: whole(p.detach()).clone() for n, p in made.named_parameters()}
+def check(door: str, grid: str, name: str, loss: str, kind: str, **more: Any) -> None:
+    """Losses and weights are those of one process."""
+    ranks, settings = GRIDS[grid]
+    want = one(name, loss, kind)
+    for got in run_ranks(ranks, DOORS[door], {**settings, **more}, name, loss, kind):
+        close(got, want)
 
 
-@lru_cache(maxsize=16)
-def one(name: str, sides: str) -> Any:
-    return run_ranks(1, trained, None, name, sides)[0]
-
-
-@pytest.mark.quick("ring 3-right-Mixtral*", "hybrid--Qwen3*", "ulysses 2-left-Mixtral*")
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("sides", ["", "left", "right"])
+@pytest.mark.quick(
+    "fabric-ring3-right-Mixtral*", "trainer-hybrid-plain-Qwen3*", "*llama3-left-Gpt*"
+)
 @pytest.mark.parametrize(
-    ("ranks", "settings"),
-    [(2, RING), (3, RING3), (2, ULYSSES), (4, HYBRID), (2, {**RING, "data_parallel": "fsdp"})],
-    ids=["ring 2", "ring 3", "ulysses 2", "hybrid", "fsdp"],
+    ("kind", "name"),
+    [
+        (kind, name)
+        for kind, name in product(["plain", "left", "right", "packed"], MODELS)
+        if (kind, name)
+        != ("packed", "GptOssForCausalLM")  # it does not read where positions restart
+    ],
 )
-def test_it_is_one_process_s(ranks: int, settings: Settings, name: str, sides: str) -> None:
-    losses, weights = one(name, sides)
-    for got, of_rank in run_ranks(ranks, trained, settings, name, sides):
-        torch.testing.assert_close(got, losses, rtol=1e-6, atol=1e-7, check_dtype=False)
-        torch.testing.assert_close(of_rank, weights, rtol=1e-6, atol=1e-7)
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("door", DOORS)
+def test_it_is_one_process_s(door: str, grid: str, kind: str, name: str) -> None:
+    check(door, grid, name, "own", kind)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("recomputes", ["none", "blocks", "keep_attention"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
+@pytest.mark.parametrize("kind", ["right", "packed"])
+@pytest.mark.parametrize("door", DOORS)
+def test_layouts_and_recomputation(door: str, kind: str, layout: str, recomputes: str) -> None:
+    more = {"layout": layout, "activation_checkpointing": recomputes}
+    check(door, "ring2", "MixtralForCausalLM", "own", kind, **more)
+
+
+@pytest.mark.quick("trainer-ring2-packed", "fabric-hybrid-left")
+@pytest.mark.parametrize("kind", ["plain", "left", "packed"])
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("door", DOORS)
+def test_a_z_loss_of_the_step(door: str, grid: str, kind: str) -> None:
+    check(door, grid, "MixtralForCausalLM", "z", kind)
+
+
+@pytest.mark.quick("trainer-ring3-few", "fabric-fsdp-unlabelled", "trainer-llama3-unlabelled")
+@pytest.mark.parametrize("kind", ["plain", "right", "packed", "few", "unlabelled"])
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("door", DOORS)
+def test_beside_a_term_of_whole_rows(door: str, grid: str, kind: str) -> None:
+    """Labels, routers and whole rows in one step."""
+    check(door, grid, "MixtralForCausalLM", "mixed", kind)
+
+
+@pytest.mark.quick("own-fabric", "mixed-trainer")
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("loss", ["own", "mixed"])
+def test_tokens_of_equal_weight_are_refused(loss: str, door: str) -> None:
+    """``token_weighting="global"`` would weigh a row's routers by its tokens."""
+    settings = {**RING, "token_weighting": "global"}
+    expect_on_every_rank(
+        *(2, DOORS[door], settings, "MixtralForCausalLM", loss, "few"),
+        error=ConfigError,
+        match="model's routers.* would be weighted by the tokens.*for routers, output_router_logits=False",
+    )
+
+
+@pytest.mark.quick("fabric")
+@pytest.mark.parametrize("door", DOORS)
+def test_tokens_of_equal_weight_without_the_routers_loss(door: str) -> None:
+    """What the refusal advises."""
+    check(door, "ring2", "MixtralForCausalLM", "routers off", "few", token_weighting="global")
+
+
+def test_transformers_adds_no_loss_of_routers_by_default() -> None:
+    for name in MODELS:
+        assert getattr(transformers, name).config_class().output_router_logits is False

@@ -138,13 +138,8 @@ def fit(_: int, world_size: int, name: str, labels: str, settings: Settings) -> 
 
 
 @pytest.mark.quick(
-    *(
-        "sum forgotten-none",
-        "pick forgotten-aligned",
-        "own length-none",
-        "own mean beside-aligned",
-        "own index-none",
-    )
+    *("sum forgotten-none", "pick forgotten-aligned", "own length-none", "own mean beside-aligned"),
+    *("own index-none", "other mask-none", "rows counted-aligned"),
 )
 @pytest.mark.parametrize(
     ("name", "labels"), NAMED, ids=[f"{name}-{labels}" for name, labels in NAMED]
