@@ -184,6 +184,15 @@ def test_ranks_end_as_they_have_to_or_the_line_fails() -> None:
     for message, outcome in wrong.items():
         with pytest.raises(WrongResultError, match=message):
             faults.check_end("kill", 2, outcome)
+    hung = replace(good, statuses=(1, 1))
+    with pytest.raises(WrongResultError, match=r"not say: rank 1 .*, whose device cuda:1"):
+        faults.check_end("device", 2, hung)
+
+
+def test_a_device_that_hangs_is_named(tmp_path: Path) -> None:
+    """A stand-in, whose events are never complete."""
+    said = faults.fault_line("device", Place("cpu", 2, tmp_path))
+    assert "first to stop: rank 1 (cp_rank 1 of 2, data_rank 0), whose device cuda:1" in said
 
 
 @pytest.mark.parametrize("count", range(2, 9))
