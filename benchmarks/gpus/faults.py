@@ -1,4 +1,4 @@
-"""A rank that is killed, stopped or hangs: the others end in time, and say which rank it was."""
+"""A rank that is killed, stopped or hangs, or whose device hangs: the others end in time, and name it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,27 @@ from tests.nightly.faults.run import Outcome, run_fault
 
 TIMEOUT = 10.0
 """Seconds of ``step_timeout``."""
-KINDS = {"kill": 10.0, "stop": TIMEOUT + 10.0, "sleep": TIMEOUT + 10.0}
+KINDS = {
+    "kill": 10.0,
+    "stop": TIMEOUT + 10.0,
+    "sleep": TIMEOUT + 10.0,
+    "device": TIMEOUT + 10.0,
+}
 """Seconds within which the others end, by fault."""
-NAMES = {"kill": "is killed", "stop": "is stopped", "sleep": "hangs"}
+NAMES = {
+    "kill": "a rank is killed",
+    "stop": "a rank is stopped",
+    "sleep": "a rank hangs",
+    "device": "a rank's device hangs",
+}
 RANK, STEP = 1, 3
 
 
 def fault_line(kind: str, place: Place) -> str:
-    """Let one rank fail in the forward of the third step, and see how the others end."""
+    """Let one rank or its device fail in the forward of the third step, and see how the others end.
+
+    On CPU a stand-in has no more complete events, and its host waits for it at the step's end.
+    """
     folder = place.folder / kind
     folder.mkdir(exist_ok=True)
     settings = (f"accelerator={place.accelerator}", f"step_timeout={TIMEOUT}")
@@ -36,6 +49,7 @@ def check_end(kind: str, count: int, done: Outcome) -> None:
     """
     wrong = ""
     named = f"rank {RANK} (cp_rank {RANK} of {count}, data_rank 0)"
+    stands = f"cuda:{RANK} stands still at step {STEP}, in forward"
     own = (-9,) if kind in ("kill", "stop") else (1,)
     if done.seconds > KINDS[kind]:
         wrong = f"took {done.seconds:.0f} s, and {KINDS[kind]:.0f} s are allowed"
@@ -43,6 +57,8 @@ def check_end(kind: str, count: int, done: Outcome) -> None:
         status not in ((1,) if at != RANK else own) for at, status in enumerate(done.statuses)
     ):
         wrong = f"ended with {done.statuses}"
+    elif kind == "device" and f"{named}, whose device {stands}" not in done.output:
+        wrong = f"did not say: {named}, whose device {stands}"
     elif named not in done.output or f"at step {STEP}, in forward" not in done.output:
         wrong = f"did not say that {named} was at step {STEP}, in forward"
     if wrong:
@@ -52,6 +68,6 @@ def check_end(kind: str, count: int, done: Outcome) -> None:
 def lines() -> list[Line]:
     """Each fault."""
     return [
-        Line(f"a rank {NAMES[kind]}", partial(fault_line, kind), False, is_short=kind == "kill")
+        Line(NAMES[kind], partial(fault_line, kind), False, is_short=kind == "kill")
         for kind in KINDS
     ]

@@ -79,7 +79,7 @@ class Watched(QKClip):
 
 def seen_in(batch: Batch, length: int) -> torch.Tensor:
     """bool [B, S, S]: causal, and within documents."""
-    seen = torch.ones(length, length, dtype=torch.bool).tril()[None]
+    seen = batch["input_ids"].new_ones(length, length, dtype=torch.bool).tril()[None]
     segments = batch.get("segment_ids")
     return seen if segments is None else seen & (segments[:, :, None] == segments[:, None, :])
 
@@ -89,7 +89,7 @@ def maxima_by_hand(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     ids = batch["input_ids"]
     length = ids.shape[1]
     seen = seen_in(batch, length)
-    positions = batch.get("position_ids", torch.arange(length)[None])
+    positions = batch.get("position_ids", torch.arange(length, device=ids.device)[None])
     found: list[torch.Tensor] = []
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -114,8 +114,9 @@ def clipped_by_hand(
     after = {name: x.clone() for name, x in weights.items()}
     for layer, largest in maxima.items():
         q, k = (after[f"{layer}.{part}.weight"] for part in ("q", "k"))
-        dim, group = q.shape[0] // HEADS, HEADS // KV_HEADS
-        for kv in range(KV_HEADS):
+        dim = q.shape[0] // len(largest)
+        group = q.shape[0] // k.shape[0]
+        for kv in range(k.shape[0] // dim):
             some = largest[kv * group : (kv + 1) * group]
             gamma = min(1.0, tau / float(some.max().float()))
             k[kv * dim : (kv + 1) * dim] *= gamma ** (1 - alpha)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ SUSPENDED = 12.0
 """Seconds."""
 NAP = 1.3
 """Seconds that a crawling rank takes for everything that it does."""
+SLEEP_CYCLES = 10**12
+"""About ten minutes of a GPU."""
 
 
 def fire(kind: str) -> None:
@@ -43,6 +46,11 @@ def fire(kind: str) -> None:
         time.sleep(600)
     elif kind == "exit":
         os._exit(3)
+
+
+def _sleep_on_gpu() -> None:
+    """The stream sleeps, and the host does not."""
+    torch.cuda._sleep(SLEEP_CYCLES)
 
 
 def _suspend(seconds: float) -> None:
@@ -84,8 +92,9 @@ class Fault:
     """Happens once, at one place on one rank; ``crawl`` in all of a step.
 
     Args:
-        kind: of those above; or ``crawl``; or ``alone``: the rank calls the model by itself; or what is wrong
-            with tensors: ``nan``, ``inf``; or with a batch: ``values``, ``shape``, ``dtype``, ``early``.
+        kind: of those above; or ``crawl``; or ``alone``: the rank calls the model by itself; or ``device``:
+            its device stops, and its host needs a result of it later; or what is wrong with tensors: ``nan``,
+            ``inf``; or with a batch: ``values``, ``shape``, ``dtype``, ``early``.
         rank: whose.
         where: ``forward``, ``backward``, ``optimizer`` or ``loss``; ``data`` for batches; ``again`` (within a
             step) and ``between`` (steps) for ``alone``.
@@ -95,6 +104,7 @@ class Fault:
         self.kind, self.rank, self.where = kind, rank, where
         self.step = 0
         self.fired = False
+        self.stop_device: Callable[[], None] = _sleep_on_gpu
 
     def at(self, where: str, step: int | None = None) -> bool:
         """The program comes to this place; whether it is there that something goes wrong.
@@ -117,6 +127,8 @@ class Fault:
         if not self.fired:
             self.fired = True
             fire(self.kind)
+            if self.kind == "device":
+                self.stop_device()
 
     def spoil(self, where: str, x: torch.Tensor) -> torch.Tensor:
         """A tensor of this place, with numbers that are none if that is what goes wrong."""

@@ -29,6 +29,7 @@ from lightning_cp.checkpoint import full as full_file
 from lightning_cp.errors import NonFiniteError
 from lightning_cp.watchdog.thread import Watcher
 from tests.nightly.faults.fault import Fault, SlowHash, digest_of, fire
+from tests.nightly.watchdog.stand_in import Device
 
 STEPS = 8
 
@@ -271,6 +272,10 @@ def main(way: str, devices: str, kind: str, rank: str, where: str, *more: str) -
         hashed: Any = full_file
         hashed.hashlib = SlowHash
     fault = Fault(kind, int(rank), where)
+    if kind == "device" and settings.get("accelerator") != "gpu":
+        stand_in = Device()
+        stand_in.install(stand_in.wait)
+        fault.stop_device = stand_in.stop
     if program == "fabric":
         with_fabric(int(devices), fault, settings)
     else:

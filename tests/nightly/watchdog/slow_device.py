@@ -7,8 +7,8 @@ python -m tests.nightly.watchdog.slow_device stands      # rank 1's device stops
 from __future__ import annotations
 
 import sys
-import threading
 import time
+from itertools import count
 from typing import Any
 
 import lightning as L
@@ -16,34 +16,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_cp import UlyssesRingStrategy
-from lightning_cp.consistency import finite
-from lightning_cp.watchdog import watch
-from lightning_cp.watchdog.device import DeviceQueue
+from tests.nightly.watchdog.stand_in import Device
 
 LIMIT, WAITS = 8.0, 14.0
-
-
-class Device:
-    """It does at once what it is given, until it is slowed down."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.slow = threading.Event()
-        self.recorded = self.done = 0
-        self.queue: DeviceQueue[Any] = DeviceQueue(f"cuda:{device.index or 0}", lambda: Event(self))
-
-
-class Event:
-    def __init__(self, device: Device) -> None:
-        self._device, self._number = device, 0
-
-    def record(self) -> None:
-        self._device.recorded += 1
-        self._number = self._device.recorded
-
-    def query(self) -> bool:
-        if not self._device.slow.is_set():
-            self._device.done = self._device.recorded
-        return self._number <= self._device.done
 
 
 class Model(L.LightningModule):
@@ -68,32 +43,23 @@ class Model(L.LightningModule):
 
 
 def main(case: str) -> None:
-    devices: list[Device] = []
+    device, steps = Device(), count(1)
 
-    def queue(device: torch.device) -> DeviceQueue[Any]:
-        devices.append(Device(device))
-        return devices[-1].queue
+    def waits() -> None:
+        if next(steps) == 3:
+            synchronise()
 
-    own, calls = finite._test_step, [0]
-
-    def waits(*given: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == 3:
-            synchronise(devices[-1], trainer.global_rank)
-        return own(*given)
-
-    def synchronise(device: Device, rank: int) -> None:
-        if case == "stands" and rank == 0:
+    def synchronise() -> None:
+        if case == "stands" and trainer.global_rank == 0:
             return  # it has done everything, and votes
-        device.done, until = device.recorded - int(WAITS), time.monotonic() + WAITS
-        device.slow.set()
+        device.stop(left=int(WAITS))
+        until = time.monotonic() + WAITS
         while time.monotonic() < until or case == "stands":
             time.sleep(1)
             device.done += case == "works"
-        device.slow.clear()
+        device.stopped.clear()
 
-    watch.device_queue = queue  # type: ignore[assignment]
-    finite._test_step = waits
+    device.install(waits)
     ids = torch.randint(0, 64, (1, 64), generator=torch.Generator().manual_seed(0))
     loader: Any = torch.utils.data.DataLoader(
         [{"input_ids": ids, "labels": ids}] * 5,  # type: ignore[arg-type]

@@ -29,5 +29,5 @@ def test_a_device_that_stands_still_is_named() -> None:
     assert done.returncode == 1, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("no rank made progress for 8 s; first to stop: rank 1 "), done.stderr
-    assert "whose device cuda:0 stands still at step 3, in backward (its host is at step 3" in last
+    assert "whose device cuda:1 stands still at step 3, in backward (its host is at step 3" in last
     assert "FIT DONE" not in done.stdout

@@ -16,16 +16,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpus import attention, command, communication, faults, training
+from benchmarks.gpus import attention, cells, command, communication, faults, training
 from benchmarks.gpus.line import Place, WrongResultError
 from lightning_cp.attention import ring
 from lightning_cp.bench import gpus
 from lightning_cp.comm.ring import Transfer
+from lightning_cp.kernels import select
+from lightning_cp.kernels.auto import Order
+from lightning_cp.optim import QKClip
 from tests.helpers.pool import run_ranks
 from tests.nightly.faults.run import Outcome
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 NAMES = {line.name for line in command.lines(2)}
+Spoil = Callable[[], AbstractContextManager[None]]
 
 
 @contextmanager
@@ -80,9 +84,26 @@ def a_mode_has_an_obstacle() -> Iterator[None]:
         yield
 
 
-def run_line(
-    rank: int, world_size: int, name: str, spoil: Callable[[], AbstractContextManager[None]]
-) -> str:
+@contextmanager
+def nothing_is_scaled_back() -> Iterator[None]:
+    """Scores are checked, and weights stay."""
+    with mock.patch.object(QKClip, "_scale", return_value=[]):
+        yield
+
+
+@contextmanager
+def no_score_is_large() -> Iterator[None]:
+    with mock.patch.object(cells, "TAU", 1e6):
+        yield
+
+
+@contextmanager
+def no_other_kernel_can() -> Iterator[None]:
+    with mock.patch.object(select, "auto_order", return_value=Order(("reference",))):
+        yield
+
+
+def run_line(rank: int, world_size: int, name: str, spoil: Spoil) -> str:
     """The line's figure, or the error in words."""
     line = next(line for line in command.lines(world_size) if line.name == name)
     with command._fresh_state(), spoil():
@@ -92,17 +113,30 @@ def run_line(
             return f"wrong: {error}"
 
 
-def verdicts(name: str, spoil: Callable[[], AbstractContextManager[None]]) -> list[str]:
+def verdicts(name: str, spoil: Spoil) -> list[str]:
     return run_ranks(2, run_line, name, spoil, timeout=240.0)
 
 
 TRAIN = "train, ddp ring, data 1 x cp 2, dense, sgd, float64"
 SAVE = "async save and reshard, fsdp ring cp 2 tp 1 to fsdp ring cp 1 tp 2"
+FABRIC = "train, zero1 ring, data 1 x cp 2, dense, sgd, float64, Fabric"
+CLIP = "train, fsdp ring, data 1 x cp 2, dense, muonclip, float64"
+NARROW = "train, ddp ring, data 1 x cp 2, dense, sgd, bfloat16"
+MIXED = "train, fsdp ring, data 1 x cp 2, dense, sgd, 16-mixed"
+OFFLOADS = (
+    "train, ddp ring, data 1 x cp 2, dense, sgd, float64, activation_offload",
+    "train, fsdp ring, data 1 x cp 2, dense, sgd, float64, cpu_offload",
+)
 RIGHT = (
     "oracle, ring 2 zigzag",
     "oracle, ulysses 2",
     "mesh twice, data 1 x ring 1 x ulysses 1 x tp 2",
     TRAIN,
+    FABRIC,
+    CLIP,
+    "train, ddp zigzag_llama3, data 1 x cp 2, dense, sgd, bfloat16",
+    MIXED,
+    *OFFLOADS,
     "exposed communication, ulysses",
     SAVE,
 )
@@ -115,18 +149,23 @@ def test_a_line_passes(name: str) -> None:
         assert any(character.isdigit() for character in said)
 
 
-WRONG: dict[str, tuple[Callable[[], AbstractContextManager[None]], str]] = {
-    "oracle, ring 2 zigzag": (nothing_arrives, "out of .* is off by"),
-    "mesh twice, data 1 x ring 1 x ulysses 1 x tp 2": (nothing_adds_up, "adds up"),
-    TRAIN: (nothing_arrives, "a loss is off by"),
-    SAVE: (other_weights_are_saved, "after the resume is off by"),
-    "exposed communication, ulysses": (a_mode_has_an_obstacle, "not measured: fails: no memory"),
-}
+WRONG: tuple[tuple[str, Spoil, str], ...] = (
+    ("oracle, ring 2 zigzag", nothing_arrives, "out of .* is off by"),
+    ("mesh twice, data 1 x ring 1 x ulysses 1 x tp 2", nothing_adds_up, "adds up"),
+    (TRAIN, nothing_arrives, "a loss is off by"),
+    (FABRIC, nothing_arrives, "a loss is off by"),
+    (CLIP, nothing_is_scaled_back, "a loss is off by"),
+    (CLIP, no_score_is_large, "no score passes tau"),
+    (NARROW, nothing_arrives, "a loss is off by .*, and 0.02 is allowed"),
+    (NARROW, no_other_kernel_can, "attention was computed by reference"),
+    (MIXED, nothing_arrives, "a loss is off by .*, and 0.005 is allowed"),
+    (SAVE, other_weights_are_saved, "after the resume is off by"),
+    ("exposed communication, ulysses", a_mode_has_an_obstacle, "not measured: fails: no memory"),
+)
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_result_fails_the_line(name: str) -> None:
-    spoil, message = WRONG[name]
+@pytest.mark.parametrize(("name", "spoil", "message"), WRONG)
+def test_a_wrong_result_fails_the_line(name: str, spoil: Spoil, message: str) -> None:
     for said in verdicts(name, spoil):
         assert said.startswith("wrong: "), said
         assert re.search(message, said), said
@@ -145,6 +184,15 @@ def test_ranks_end_as_they_have_to_or_the_line_fails() -> None:
     for message, outcome in wrong.items():
         with pytest.raises(WrongResultError, match=message):
             faults.check_end("kill", 2, outcome)
+    hung = replace(good, statuses=(1, 1))
+    with pytest.raises(WrongResultError, match=r"not say: rank 1 .*, whose device cuda:1"):
+        faults.check_end("device", 2, hung)
+
+
+def test_a_device_that_hangs_is_named(tmp_path: Path) -> None:
+    """A stand-in, whose events are never complete."""
+    said = faults.fault_line("device", Place("cpu", 2, tmp_path))
+    assert "first to stop: rank 1 (cp_rank 1 of 2, data_rank 0), whose device cuda:1" in said
 
 
 @pytest.mark.parametrize("count", range(2, 9))
@@ -153,16 +201,20 @@ def test_lines_of_every_number_of_gpus(count: int) -> None:
     names = [line.name for line in command.lines(count)]
     assert len(set(names)) == len(names)
     assert all(grid.world_size == count for grid in attention.grids(count))
-    cells = training.cells(count)
-    assert all(cell.cp * cell.data * cell.tp == count for cell in cells)
+    found = cells.cells(count)
+    assert all(cell.cp * cell.data * cell.tp == count for cell in found)
     wanted = {"ddp", "fsdp", "zero1", *(["hsdp"] if count % 2 == 0 else [])}
-    assert {cell.engine for cell in cells} == wanted
+    assert {cell.engine for cell in found} == wanted
     modes = {"ulysses", "ring", "zigzag_llama3"}
     modes |= {"hybrid"} if count >= 4 and count % 2 == 0 else set()
-    assert {cell.mode for cell in cells} == modes
-    assert {cell.optimizer for cell in cells} == {"sgd", "muon"}
-    assert any(cell.packed for cell in cells)
-    assert any(cell.tp > 1 for cell in cells) == (count % 2 == 0)
+    assert {cell.mode for cell in found} == modes
+    assert {cell.mode for cell in found if cell.precision == "bf16-true"} == modes
+    assert {cell.precision for cell in found} == set(cells.LIMITS)
+    assert {cell.optimizer for cell in found} == {"sgd", "muon", "muonclip"}
+    assert {cell.driver for cell in found} == {"trainer", "fabric"}
+    assert {"activation_offload", "cpu_offload"} <= {k for cell in found for k, _ in cell.more}
+    assert any(cell.packed for cell in found)
+    assert any(cell.tp > 1 for cell in found) == (count % 2 == 0)
     kinds = {
         "oracle",
         "mesh twice",
