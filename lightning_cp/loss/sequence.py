@@ -340,12 +340,14 @@ def check_same_rows(x: torch.Tensor, group: dist.ProcessGroup, device_type: str 
     """
     facts = "gather_data", tuple(x.shape), str(x.dtype), x.requires_grad
     if not all_equal(facts, group, device_type=device_type):
-        raise ShapeError(_ROWS.format(tuple(x.shape)))
+        how = "with" if x.requires_grad else "without"
+        raise ShapeError(_ROWS.format(tuple(x.shape), facts[2], how))
 
 
 _ROWS = (
-    "gather_data was given {} on this rank, and something else on another one, or another rank did not call "
-    "it. Give as many rows on every rank: pad the last batch, or leave it out (drop_last=True)."
+    "gather_data was given {} of {} {} a gradient on this rank, and something else on another, or another "
+    "rank did not call it. Give as many rows on every rank: pad the last batch, or leave it out "
+    "(drop_last=True)."
 )
 
 

@@ -143,12 +143,12 @@ LOSS_MUTANTS = (
         "A reward of the last token of a row, and not of its answer.",
     ),
     Mutant(
-        "numbers of rows are not compared",
+        "rows of data ranks are not compared",
         SEQUENCE,
         "if not all_equal(facts, group, device_type=device_type):",
         "if not all_equal(None, group, device_type=device_type):",
-        (f"{LOOPS}rows_of_all_data_ranks", f"{OTHERS}other_numbers_of_rows_are_refused"),
-        "A last batch of fewer rows is read from memory that was not written.",
+        (f"{OTHERS}rows_that_differ_between_ranks_are_refused[other_dtype]",),
+        "A last batch of fewer rows, or rows of another dtype, are read as other numbers.",
     ),
     Mutant(
         "means of a rank without labels",
@@ -161,7 +161,7 @@ LOSS_MUTANTS = (
     Mutant(
         "a loss of no sequence without labels",
         REVIEW,
-        "            if not means.gathered:\n                raise ConfigError(_NOT_OF_SEQUENCES)\n",
+        "        if not means.gathered:\n            raise ConfigError(_NOT_OF_SEQUENCES)\n",
         "",
         (f"{LOOPS}other_losses_are_refused_without_labels",),
         "A step that forgot its loss trains by a regulariser alone.",

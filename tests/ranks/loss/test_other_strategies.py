@@ -70,21 +70,37 @@ def test_rows_of_all_ranks_of_ddp(way: Any) -> None:
         close(got, want)
 
 
-def gathered(rank: int, world_size: int, strategy: Any, count: int) -> None:
-    """The second rank has ``count`` rows."""
+def as_many(rows: torch.Tensor, rank: int) -> torch.Tensor:
+    return rows
 
-    class Other(Contrastive):
+
+def fewer(rows: torch.Tensor, rank: int) -> torch.Tensor:
+    return rows[: 2 - rank]
+
+
+def other_dtype(rows: torch.Tensor, rank: int) -> torch.Tensor:
+    """Of the same size, so that they would be read as other numbers."""
+    return rows.detach().long() if rank else rows.detach()
+
+
+def without_a_gradient(rows: torch.Tensor, rank: int) -> torch.Tensor:
+    """The other rank would wait in backward."""
+    return rows.detach() if rank else rows
+
+
+def gathered(rank: int, world_size: int, strategy: Any, change: Any) -> None:
+    class Gathering(Contrastive):
         def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            hidden = self.logits(batch)[: count if self.global_rank else 2, 0]
-            return self.gather_data(hidden).sum()
+            return self.gather_data(change(self.logits(batch)[:, 0], rank)).sum()
 
     trainer = trainer_of(world_size, {}, strategy=strategy)
-    trainer.fit(Other(), DataLoader([own_rows(rank, world_size)], batch_size=None))  # type: ignore[arg-type]
+    trainer.fit(Gathering(), DataLoader([own_rows(rank, world_size)], batch_size=None))  # type: ignore[arg-type]
 
 
-def test_other_numbers_of_rows_are_refused() -> None:
-    match = r"gather_data was given \(\d, 48\) on this rank.*Give as many rows on every rank"
-    expect_on_every_rank(2, gathered, "ddp", 1, error=ShapeError, match=match)
+@pytest.mark.parametrize("change", [fewer, other_dtype, without_a_gradient])
+def test_rows_that_differ_between_ranks_are_refused(change: Any) -> None:
+    match = r"gather_data was given \(\d, 48\).* on this rank.*Give as many rows on every rank"
+    expect_on_every_rank(2, gathered, "ddp", change, error=ShapeError, match=match)
 
 
 class Sharing(DDPStrategy):
@@ -96,7 +112,7 @@ class Sharing(DDPStrategy):
 
 
 def shared(rank: int, world_size: int) -> None:
-    gathered(rank, world_size, Sharing(), 2)
+    gathered(rank, world_size, Sharing(), as_many)
 
 
 def test_ranks_that_share_rows_are_refused() -> None:

@@ -469,7 +469,9 @@ def of_other_rows(rank: int, world_size: int, rows: int) -> torch.Tensor:
 def test_rows_of_all_data_ranks() -> None:
     for got in run_ranks(4, of_other_rows, 2):
         assert got.tolist() == [29] * 4
-    match = r"gather_data was given \(\d,\) on this rank.*Give as many rows on every rank"
+    match = (
+        r"gather_data was given \(\d,\) of torch.float64 without a.*Give as many rows on every rank"
+    )
     expect_on_every_rank(4, of_other_rows, 3, error=ShapeError, match=match)
 
 
