@@ -1,7 +1,8 @@
 """Peak memory of a training step on one GPU beside the planner's, by the settings that save memory.
 
-On CUDA the allocator's own peak counts, on CPU the bytes of tensors that live at once. The planner's figure
-has no reserve and no communicators: what it says of tensors is compared.
+The step is one rank's with the code of several (``gpu_one_rank``). On CUDA the allocator's own peak counts,
+on CPU the bytes of tensors that live at once. The planner's figure has no reserve and no communicators: what
+it says of tensors is compared.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.gpu_one_rank import ONE_RANK, kernel_calls
 from benchmarks.plan_validation.memory import SETTINGS, Cell, predicted
 from benchmarks.step_memory import PeakBytes
 from lightning_cp.bench.model_step import ModelSizes, ModelStep
@@ -32,6 +34,8 @@ class MemoryRow:
     decides: str
     """The moment of the peak, as the planner says."""
     measured: int
+    kernels: int = 0
+    """Forward passes of the package's kernels in this step and those before it."""
 
     @property
     def ratio(self) -> float:
@@ -40,8 +44,8 @@ class MemoryRow:
 
     @property
     def failed(self) -> bool:
-        """True where the prediction is beyond its bound."""
-        return abs(self.ratio - 1) > BOUND
+        """True where the prediction is beyond its bound, or the package computed no attention."""
+        return abs(self.ratio - 1) > BOUND or not self.kernels
 
 
 MEMORY_HEAD = (
@@ -52,13 +56,22 @@ MEMORY_HEAD = (
     "predicted, GiB",
     "measured, GiB",
     "ratio",
+    "our kernels, passes",
 )
 
 
 def memory_cells(row: MemoryRow) -> list[object]:
     """Return a line's cells."""
     sizes = (f"{size / GIB:.3f}" for size in (row.predicted, row.measured))
-    return [row.engine, row.settings, row.tokens, row.decides, *sizes, f"{row.ratio:.3f}"]
+    return [
+        row.engine,
+        row.settings,
+        row.tokens,
+        row.decides,
+        *sizes,
+        f"{row.ratio:.3f}",
+        row.kernels,
+    ]
 
 
 def memory_rows(sizes: ModelSizes, tokens: int, device_type: str) -> list[MemoryRow]:
@@ -69,8 +82,10 @@ def memory_rows(sizes: ModelSizes, tokens: int, device_type: str) -> list[Memory
     rows: list[MemoryRow] = []
     for cell in cells:
         expected, decides = predicted(cell)
-        measured = _peak(cell, device_type)
-        rows.append(MemoryRow(cell.engine, cell.name, tokens, expected, decides, measured))
+        with kernel_calls() as calls:
+            measured = _peak(cell, device_type)
+        known = (cell.engine, cell.name, tokens, expected, decides)
+        rows.append(MemoryRow(*known, measured, calls.total()))
     return rows
 
 
@@ -95,7 +110,8 @@ def _peak(cell: Cell, device_type: str) -> int:
 
 
 def _after_two_steps(cell: Cell, device_type: str) -> ModelStep:
-    made = ModelStep(cell.sizes, "alone", (1, 1), cell.engine, device_type, cell.settings)
+    settings = {**ONE_RANK, **cell.settings}
+    made = ModelStep(cell.sizes, "alone", (1, 1), cell.engine, device_type, settings)
     for _ in range(2):
         made.of(WARM_TOKENS)()
     return made

@@ -114,7 +114,7 @@ class Check:
     name: str
     title: str
     minutes: float
-    """The approximate duration on one H200 with 16 cores; the most, where the section has a limit."""
+    """The estimated duration on one H200 with 16 cores; the most, where the section has a limit."""
     run: Callable[[CheckSizes, Path], Result]
     packages: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cuda",)
@@ -138,28 +138,37 @@ def kernel_headline(rows: Sequence[KernelRow]) -> str:
     last = [row for row in rows if row.tokens == longest]
     rates = [f"{row.kernel} {row.both_tflops:.4g}" for row in last if row.both_tflops is not None]
     missing = [f"{row.kernel} ({row.obstacle})" for row in last if row.obstacle is not None]
-    return f"TFLOP/s of both passes at {longest} tokens: {', '.join(rates)}" + (
-        f"; missing: {', '.join(missing)}" if missing else ""
-    )
+    return f"TFLOP/s of both passes at {longest} tokens: {', '.join(rates)}{_missing(missing)}"
 
 
 def _replay_dense(sizes: CheckSizes, folder: Path) -> Result:
-    rows = _each(replay.all_dense, sizes)
+    names, missing = _replayed(sizes, sizes.replay.dense(1))
+    rows = [row for name in names for row in replay.all_dense(sizes.replay, name)]
     best = max(rows, key=lambda row: row.efficiency("both") if row.calls == "ours" else 0.0)
     found = f"efficiency {best.efficiency('both'):.3f} with {best.kernel} on {best.ranks} ranks"
-    return _rows(replay.DENSE_HEAD, replay.dense_cells, rows, found)
+    return _rows(replay.DENSE_HEAD, replay.dense_cells, rows, found + missing)
 
 
 def _replay_packed(sizes: CheckSizes, folder: Path) -> Result:
-    rows = _each(replay.all_packed, sizes)
+    names, missing = _replayed(sizes, sizes.replay.packed(1))
+    rows = [row for name in names for row in replay.all_packed(sizes.replay, name)]
     best = max(rows, key=lambda row: row.share("forward") if row.calls == "ours" else 0.0)
     shares = ", ".join(f"{best.share(each):.3f} {each}" for each in ("forward", "backward"))
     found = f"of the dense rate {shares} with {best.kernel} on {best.ranks} ranks"
-    return _rows(replay.PACKED_HEAD, replay.packed_cells, rows, found)
+    return _rows(replay.PACKED_HEAD, replay.packed_cells, rows, found + missing)
 
 
-def _each(make: Callable[[replay.ReplaySizes, str], list[Any]], sizes: CheckSizes) -> list[Any]:
-    return [row for kernel in sizes.replay_kernels for row in make(sizes.replay, kernel)]
+def _replayed(sizes: CheckSizes, case: AttentionCase) -> tuple[list[str], str]:
+    """Return the kernels that can compute a case, and the end of a headline about the others."""
+    missing = replay.refusals(sizes.replay_kernels, case)
+    names = [name for name in sizes.replay_kernels if name not in missing]
+    return names, _missing(f"{name} ({reason})" for name, reason in missing.items())
+
+
+def _missing(kernels: Iterable[str]) -> str:
+    """Return the end of a headline: the kernels that are missing."""
+    listed = ", ".join(kernels)
+    return f"; missing: {listed}" if listed else ""
 
 
 def _training(sizes: CheckSizes, folder: Path) -> Result:
@@ -167,7 +176,7 @@ def _training(sizes: CheckSizes, folder: Path) -> Result:
 
     rows = gpu_training.training_rows(sizes.job, sizes.device_type)
     head, cells = gpu_training.TRAINING_HEAD, gpu_training.training_cells
-    return _rows(head, cells, rows, f"{len(rows)} runs agree with plain Lightning")
+    return _rows(head, cells, rows, _training_headline(rows))
 
 
 def _features(sizes: CheckSizes, folder: Path) -> Result:
@@ -175,7 +184,13 @@ def _features(sizes: CheckSizes, folder: Path) -> Result:
 
     rows = gpu_training.feature_rows(sizes.job, sizes.device_type)
     head, cells = gpu_training.TRAINING_HEAD, gpu_training.training_cells
-    return _rows(head, cells, rows, f"{len(rows)} runs agree with plain Lightning")
+    return _rows(head, cells, rows, _training_headline(rows))
+
+
+def _training_headline(rows: Sequence[Any]) -> str:
+    """Return the headline of training runs."""
+    used = sorted({row.kernels for row in rows if row.kernels})
+    return f"{len(rows)} runs agree with plain Lightning; attention by {', '.join(used)}"
 
 
 def _versions(sizes: CheckSizes, folder: Path) -> Result:
@@ -249,7 +264,11 @@ def _memory(sizes: CheckSizes, folder: Path) -> Result:
 def _long(sizes: CheckSizes, folder: Path) -> Result:
     from benchmarks import long_step
 
-    rows = long_step.long_rows(sizes.long or long_step.LongSizes())
+    long = sizes.long
+    if long is None:
+        device = torch.cuda.get_device_name()
+        long = long_step.LongSizes(machine=long_step.machine_of_device(device))
+    rows = long_step.long_rows(long)
     found = "; ".join(
         f"{row.source} {row.seconds:.4g} s, {row.bytes / long_step.GIB:.4g} GiB" for row in rows[:3]
     )
@@ -274,14 +293,13 @@ def _launch(head_dim: int, sizes: CheckSizes, folder: Path) -> Result:
 
 
 def _synchronisations(sizes: CheckSizes, folder: Path) -> Result:
-    from benchmarks import gpu_training
+    from benchmarks import gpu_synchronisations as waits
 
-    rows = gpu_training.synchronisation_rows(sizes.job, sizes.device_type)
-    counts = ", ".join(f"{row.engine} {row.per_step:g}" for row in rows if row.place == "all")
+    rows = waits.synchronisation_rows(sizes.job, sizes.device_type)
+    counts = ", ".join(f"{row.engine} {row.per_step:g}" for row in rows if row.limit is not None)
     return _rows(
-        gpu_training.SYNCHRONISATION_HEAD,
-        lambda row: [row.engine, row.place, f"{row.per_step:g}"],
-        *(rows, f"synchronisations of a step: {counts}"),
+        *(waits.SYNCHRONISATION_HEAD, waits.synchronisation_cells, rows),
+        f"waits of the package in a step: {counts}",
     )
 
 
@@ -375,7 +393,7 @@ _BOTH = ("cuda", "cpu")
 
 CHECKS = (
     Check("versions", "Versions, and the kernels that can run", 0.1, _versions, devices=_BOTH),
-    Check("training", "Training on one device", 1.8, _training, _TRAINING, _BOTH),
+    Check("training", "Training on one device", 2.0, _training, _TRAINING, _BOTH),
     Check("losses", "Exchanges of losses in a world of one", 0.3, _losses, devices=_BOTH),
     Check(
         *("features", "Training: compile, deterministic, segments, offload"),
@@ -389,7 +407,7 @@ CHECKS = (
     Check("kernels", "Kernels: causal, head dim 128", 0.7, _kernels, devices=_BOTH),
     Check(
         *("replay-dense", "Replay: one causal document around a zigzag ring of 8, 32:8 heads"),
-        *(0.7, _replay_dense, (), _BOTH),
+        *(1.0, _replay_dense, (), _BOTH),
     ),
     Check(
         *("replay-packed", "Replay: packed documents, 64:8 heads, 8192 tokens a rank"),

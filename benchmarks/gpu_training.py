@@ -1,7 +1,9 @@
-"""Training on one GPU: every engine and feature against plain Lightning, saved and resumed; synchronisations.
+"""Training on one GPU: every engine and feature against plain Lightning, saved and resumed.
 
-The world is one rank with NCCL (gloo on CPU), so nothing travels between devices. It shows that the CUDA path
-works: the mesh, the engines, precisions, checkpoints, and the kernels inside a real step.
+The world is one rank with NCCL (gloo on CPU), so nothing travels between devices. The strategy runs the
+code of several ranks (``gpu_one_rank``): the mesh, the engines, precisions, checkpoints, sharded batches,
+weighted losses, and its attention with the kernel that ``auto`` chooses. Plain Lightning has the model's own
+attention, and of packed rows each document as a padded row.
 """
 
 from __future__ import annotations
@@ -14,22 +16,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import Strategy
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
+from benchmarks.gpu_one_rank import ONE_RANK, kernel_calls
 from benchmarks.step_overhead import Batch, Job
 from lightning_cp.errors import ConfigError
 from lightning_cp.strategies.trainer import UlyssesRingStrategy
 from lightning_cp.utils.console import quiet_lightning
+from lightning_cp.utils.labels import IGNORED_LABEL
 
+Loader = DataLoader[Any]
 ENGINES = ("ddp", "fsdp", "zero1")
 """The engines that run on one rank; hsdp needs two, and is refused."""
 STEPS, SAVED_AFTER = 6, 3
+PACKED = 4
+"""Documents of a packed row."""
 LIMITS = {"32-true": 1e-5, "bf16-true": 2e-2, "bf16-mixed": 2e-2, "16-mixed": 5e-3}
 """Largest relative difference of a loss that rounding may make, by precision."""
 
@@ -44,6 +54,8 @@ class Feature:
     deterministic: bool = False
     """Deterministic algorithms, with which a second run gives the same bits."""
     compiled: bool = False
+    calls: int = 1
+    """Forward passes of attention for a layer in a step; 2 where backward recomputes it."""
     around: Callable[[str], AbstractContextManager[None]] = lambda device_type: nullcontext()
     """The state of the process in which it runs, by device type."""
 
@@ -72,7 +84,7 @@ FEATURES = {
         Feature("deterministic", deterministic=True),
         Feature("expandable segments", around=_expandable_segments),
         Feature("recomputation", {"activation_checkpointing": "keep_attention"}),
-        Feature("activation offload", {**_RECOMPUTED, "activation_offload": True}),
+        Feature("activation offload", {**_RECOMPUTED, "activation_offload": True}, calls=2),
         Feature("parameter offload", {"cpu_offload": True}),
         Feature("chunked loss", {"chunked_loss": True}),
     )
@@ -91,12 +103,17 @@ class TrainingRow:
     """``dense`` or ``packed``, and the feature."""
     losses: tuple[float, ...]
     plain: tuple[float, ...]
-    """Losses of ``strategy="auto"`` with the model's attention; for packed rows, of our reference kernel."""
+    """Losses of ``strategy="auto"`` with the model's attention; of packed rows, with padded documents."""
     resumed: tuple[float, ...]
     """Losses from a checkpoint after half of the steps."""
     obstacle: str | None = None
     refusal: str = ""
     """The strategy's refusal, where there has to be one."""
+    calls: float = 0.0
+    """Forward passes of the package's kernels for a layer in a step."""
+    wanted_calls: int = 1
+    kernels: str = ""
+    """Names of these kernels."""
 
     @property
     def deviation(self) -> float:
@@ -110,13 +127,13 @@ class TrainingRow:
 
     @property
     def failed(self) -> bool:
-        """True where the run broke, or differs by more than rounding."""
+        """True where the run broke, differs by more than rounding, or had another number of calls."""
         if self.obstacle is not None or self.refusal:
             return self.obstacle is not None
         limit = LIMITS[self.precision]
         falls = self.losses[-1] < self.losses[0]
         close = all(each <= limit for each in (self.deviation, self.resumed_deviation))
-        return not (falls and close)
+        return not (falls and close and self.calls == self.wanted_calls)
 
 
 def _largest_difference(ours: Sequence[float], other: Sequence[float]) -> float:
@@ -124,7 +141,7 @@ def _largest_difference(ours: Sequence[float], other: Sequence[float]) -> float:
     return max(abs(a - b) / abs(b) if a == a else float("inf") for a, b in pairs)
 
 
-class _Module(pl.LightningModule):
+class Module(pl.LightningModule):
     """A Llama that records its losses."""
 
     def __init__(self, job: Job) -> None:
@@ -144,18 +161,18 @@ class _Module(pl.LightningModule):
 
 
 def training_rows(job: Job, device_type: str) -> list[TrainingRow]:
-    """Train with every engine, and with ddp in every precision and on packed rows."""
-    half = "bf16-mixed"
+    """Train with every engine, and with ddp in every precision and on packed rows.
+
+    Packed rows run in float32, too: mistaken documents change a loss by less than bfloat16 rounds.
+    """
+    half, packed = "bf16-mixed", replace(job, packed=PACKED)
     cells = [(engine, half, job) for engine in ENGINES]
-    cells += [("fsdp", "bf16-true", job), ("ddp", "32-true", job), ("ddp", half, _packed(job))]
+    cells += [("fsdp", "bf16-true", job), ("ddp", "32-true", job)]
+    cells += [("ddp", precision, packed) for precision in (half, "32-true")]
     if device_type == "cuda":  # on CPU Lightning turns it into bf16-mixed
         cells += [(engine, "16-mixed", job) for engine in ENGINES]
     rows = [_training_row(*cell, device_type) for cell in cells]
     return [*rows, refused_row(job, device_type)]
-
-
-def _packed(job: Job) -> Job:
-    return replace(job, packed=4)
 
 
 def _training_row(
@@ -163,27 +180,37 @@ def _training_row(
 ) -> TrainingRow:
     """Run one cell; an error becomes part of the row."""
     batch = ", ".join(filter(None, ("packed" if job.packed else "dense", feature.name)))
-    row = TrainingRow(engine, precision, batch, (), (), ())
+    row = TrainingRow(engine, precision, batch, (), (), (), wanted_calls=feature.calls)
     try:
-        other = _strategy(engine, "reference") if job.packed else "auto"
-        plain = _losses(job, other, precision, device_type)
+        plain = _run(_plain_rows(job), job, "auto", precision, device_type).losses
         with tempfile.TemporaryDirectory() as folder:
             saved = Path(folder) / "half.ckpt"
             run = partial(
-                _losses, job, precision=precision, device_type=device_type, feature=feature
+                *(_run, one_row(job), job),
+                precision=precision,
+                device_type=device_type,
+                feature=feature,
             )
-            whole = run(strategy=_strategy(engine, feature=feature), save=saved)
-            resumed = run(strategy=_strategy(engine, feature=feature), load=saved)
+            whole = run(strategy=one_rank_strategy(engine, feature.settings), save=saved)
+            resumed = run(strategy=one_rank_strategy(engine, feature.settings), load=saved)
             again = whole
             if feature.deterministic:
-                again = run(strategy=_strategy(engine, feature=feature))
+                again = run(strategy=one_rank_strategy(engine, feature.settings))
     except Exception:  # any: the other cells are wanted too
         return replace(row, obstacle=traceback.format_exc(limit=-4))
     finally:
         torch.use_deterministic_algorithms(mode=False)  # the Trainer leaves it on
-    if again != whole:
-        return replace(row, obstacle=f"two deterministic runs differ: {whole} and {again}")
-    return replace(row, losses=whole, plain=plain, resumed=resumed)
+    if again.losses != whole.losses:
+        said = f"two deterministic runs differ: {whole.losses} and {again.losses}"
+        return replace(row, obstacle=said)
+    return replace(
+        row,
+        losses=whole.losses,
+        plain=plain,
+        resumed=resumed.losses,
+        calls=whole.calls.total() / (job.layers * STEPS),
+        kernels=", ".join(whole.calls),
+    )
 
 
 def feature_rows(job: Job, device_type: str) -> list[TrainingRow]:
@@ -200,7 +227,7 @@ def feature_rows(job: Job, device_type: str) -> list[TrainingRow]:
 def refused_row(job: Job, device_type: str) -> TrainingRow:
     """The row of ``hsdp``, which one rank cannot run: it is right if the strategy says so by name."""
     try:
-        _losses(job, _strategy("hsdp"), "bf16-mixed", device_type)
+        _run(one_row(job), job, one_rank_strategy("hsdp"), "bf16-mixed", device_type)
     except ConfigError as error:
         said = f"{error}".partition("\n")[0]
         wrong = None if "hsdp" in said else f"another refusal: {said}"
@@ -208,15 +235,23 @@ def refused_row(job: Job, device_type: str) -> TrainingRow:
     return TrainingRow("hsdp", "bf16-mixed", "dense", (), (), (), "hsdp ran on one rank")
 
 
-def _strategy(
-    engine: str, kernel: str = "auto", feature: Feature = NO_FEATURE
+def one_rank_strategy(
+    engine: str, settings: Mapping[str, Any] = MappingProxyType({})
 ) -> UlyssesRingStrategy:
+    """Return the strategy of one rank that runs the code of several."""
     return UlyssesRingStrategy(
-        context_parallel_size=1, data_parallel=engine, kernel=kernel, **feature.settings
+        context_parallel_size=1, data_parallel=engine, **ONE_RANK, **settings
     )
 
 
-def _losses(
+class _Run(NamedTuple):
+    losses: tuple[float, ...]
+    calls: Counter[str]
+    """Of the package's kernels."""
+
+
+def _run(
+    rows: Loader,
     job: Job,
     strategy: str | Strategy,
     precision: str,
@@ -224,8 +259,8 @@ def _losses(
     save: Path | None = None,
     load: Path | None = None,
     feature: Feature = NO_FEATURE,
-) -> tuple[float, ...]:
-    """Return the losses of a run's steps, the remaining ones if it starts from ``load``."""
+) -> _Run:
+    """Train on all rows, or on the remaining ones if the run starts from ``load``."""
     callbacks: list[pl.Callback] = [] if save is None else [_Save(save)]
     trainer = pl.Trainer(
         strategy=strategy,
@@ -241,14 +276,39 @@ def _losses(
         enable_model_summary=False,
     )
     torch.manual_seed(0)
-    module = _Module(job)
+    module = Module(job)
     if feature.compiled:
         for block in module.network.model.layers:
             block.compile(backend="inductor" if device_type == "cuda" else "eager")
-    with warnings.catch_warnings(), quiet_lightning(), feature.around(device_type):
-        warnings.simplefilter("ignore")
-        trainer.fit(module, _loader(job), ckpt_path=load)
-    return tuple(float(loss) for loss in module.losses)
+    quiet = warnings.catch_warnings(action="ignore")
+    with quiet, quiet_lightning(), feature.around(device_type), kernel_calls() as calls:
+        trainer.fit(module, rows, ckpt_path=load)
+    return _Run(tuple(float(loss) for loss in module.losses), calls)
+
+
+def one_row(job: Job) -> Loader:
+    """Return a loader of the same row at every step, so that the loss must fall."""
+    return DataLoader(job.rows(1) * STEPS, batch_size=1)  # type: ignore[arg-type]
+
+
+def _plain_rows(job: Job) -> Loader:
+    """Return the same batches for a model without the package: packed documents as padded rows."""
+    if not job.packed:
+        return one_row(job)
+    return DataLoader([padded_documents(job)] * STEPS, batch_size=None)  # type: ignore[arg-type]
+
+
+def padded_documents(job: Job) -> Batch:
+    """Return the documents of the job's first row as rows, padded on the right to the longest."""
+    (row,) = job.rows(1)
+    starts = (row["position_ids"] == 0).nonzero().flatten().tolist()
+    lengths = [end - start for start, end in pairwise([*starts, job.tokens])]
+    padded = {
+        name: pad_sequence(list(row[name].split(lengths)), batch_first=True, padding_value=filler)
+        for name, filler in (("input_ids", 0), ("labels", IGNORED_LABEL))
+    }
+    columns = torch.arange(max(lengths))[None]
+    return {**padded, "attention_mask": (columns < torch.tensor(lengths)[:, None]).long()}
 
 
 class _Save(pl.Callback):
@@ -266,119 +326,16 @@ def training_cells(row: TrainingRow) -> list[object]:
     """Return a line of the table."""
     start = [row.engine, row.precision, row.batch]
     if row.obstacle is not None:
-        return [*start, "failed", "", "", row.obstacle.strip().splitlines()[-1][:160]]
+        return [*start, "failed", *[""] * 3, row.obstacle.strip().splitlines()[-1][:160]]
     if row.refusal:
-        return [*start, "refused by name, as it has to be", "", "", "agrees"]
+        return [*start, "refused by name, as it has to be", *[""] * 3, "agrees"]
     ends = f"{row.losses[0]:.4f} to {row.losses[-1]:.4f}"
     verdict = "differs" if row.failed else "agrees"
-    return [*start, ends, f"{row.deviation:.1e}", f"{row.resumed_deviation:.1e}", verdict]
+    calls = f"{row.calls:g} of {row.wanted_calls}, {row.kernels}"
+    return [*start, ends, f"{row.deviation:.1e}", f"{row.resumed_deviation:.1e}", calls, verdict]
 
 
 TRAINING_HEAD = (
     *("engine", "precision", "batch", "loss, first to last step"),
-    *("off one process", "resumed off whole", "verdict"),
+    *("off plain Lightning", "resumed off whole", "our kernels, passes of a layer", "verdict"),
 )
-
-
-@dataclass(frozen=True)
-class SynchronisationRow:
-    """One place that makes the host wait for the device, in the steps after the first two."""
-
-    engine: str
-    place: str
-    """The package's file and line, or the caller's where no file of the package is on the stack."""
-    per_step: float
-
-
-SYNCHRONISATION_HEAD = ("engine", "place", "per step")
-
-
-def synchronisation_rows(job: Job, device_type: str) -> list[SynchronisationRow]:
-    """Return the synchronisations of a step of every engine, by ``torch.cuda.set_sync_debug_mode``.
-
-    On CPU there are none: it is a rehearsal.
-    """
-    rows: list[SynchronisationRow] = []
-    for engine in ENGINES:
-        with _synchronisations() as places:
-            steps = _count_steps(job, engine, device_type)
-        rows += [
-            SynchronisationRow(engine, place, count / steps)
-            for place, count in places.most_common()
-        ]
-        rows.append(SynchronisationRow(engine, "all", sum(places.values()) / steps))
-    return rows
-
-
-WARM_UP = 2
-
-
-class _DebugMode(pl.Callback):
-    """Switch the debug mode on after the first steps, to exclude set-up and the parity check."""
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: object, **__: object) -> None:
-        if trainer.global_step == WARM_UP:
-            _set_debug_mode("warn", trainer.strategy.root_device.type)
-
-
-def _set_debug_mode(mode: str, device_type: str) -> None:
-    if device_type == "cuda":
-        torch.cuda.set_sync_debug_mode(mode)
-
-
-def _count_steps(job: Job, engine: str, device_type: str) -> int:
-    """Run an epoch; return the number of steps in debug mode."""
-    trainer = pl.Trainer(
-        strategy=_strategy(engine),
-        accelerator="gpu" if device_type == "cuda" else "cpu",
-        devices=1,
-        precision="bf16-mixed",
-        max_epochs=1,
-        callbacks=[_DebugMode()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    try:
-        trainer.fit(_Module(job), _loader(job))
-    finally:
-        _set_debug_mode("default", device_type)
-    return STEPS - WARM_UP
-
-
-def _loader(job: Job) -> DataLoader[Batch]:
-    """Return a loader of the same row at every step, so that the loss must fall."""
-    return DataLoader(job.rows(1) * STEPS, batch_size=1)  # type: ignore[arg-type]
-
-
-@contextmanager
-def _synchronisations() -> Iterator[Counter[str]]:
-    """Count synchronisations by the package's innermost frame."""
-    places: Counter[str] = Counter()
-
-    def note(message: Warning | str, *_: object, **__: object) -> None:
-        if "synchroniz" in str(message).lower():
-            places[_place()] += 1
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.filterwarnings("always", ".*synchroniz.*")
-        warnings.showwarning = note  # type: ignore[assignment]
-        yield places
-
-
-def _place() -> str:
-    """Return the package's innermost frame outside this file, with the innermost frame of all."""
-    frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
-    frames = [frame for frame in frames if Path(frame.filename).name != "warnings.py"]
-    ours = [frame for frame in frames if "lightning_cp" in frame.filename]
-    inner = frames[-1] if frames else None
-    if not ours:
-        return f"{_name(inner)} (no file of ours on the stack)" if inner else "another thread"
-    return f"{_name(ours[-1])} by {_name(inner)}" if inner is not ours[-1] else _name(ours[-1])
-
-
-def _name(frame: Any) -> str:
-    path = Path(frame.filename)
-    return f"{path.parent.name}/{path.name}:{frame.lineno} {frame.name}"

@@ -10,6 +10,7 @@ planner's; what is measured of memory is activations.
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,8 +44,8 @@ QWEN3_8B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "use_cache": False,
 }
-PUBLISHED_SECONDS, PUBLISHED_BYTES = 380.0, 56.2 * GB
-"""Of a step of this model at this length on 8 H100, as others published it."""
+PUBLISHED_SECONDS, PUBLISHED_BYTES, PUBLISHED_MACHINE = 380.0, 56.2 * GB, "h100"
+"""Of a step of this model at this length on 8 GPUs, as others published it."""
 NAME = "lightning_cp_replayed"
 
 
@@ -62,7 +63,7 @@ class LongSizes:
     dtype: torch.dtype = torch.bfloat16
     device_type: str = "cuda"
     repeats: int = 1
-    machine: str = "h100"
+    machine: str = PUBLISHED_MACHINE
     """Of the planner."""
 
     @property
@@ -118,7 +119,7 @@ def long_rows(sizes: LongSizes) -> list[LongRow]:
     kinds = plan.memory.by_kind
     held = sum(size for kind, size in kinds.items() if kind not in _ACTIVATIONS)
     return [
-        LongRow("published by others", PUBLISHED_SECONDS, PUBLISHED_BYTES),
+        LongRow(f"published by others, {PUBLISHED_MACHINE}", PUBLISHED_SECONDS, PUBLISHED_BYTES),
         LongRow(f"planner, {sizes.machine}", plan.seconds.total, plan.memory.total),
         LongRow(
             f"{few.layers} and {more.layers} layers replayed, scaled to {layers}",
@@ -129,6 +130,16 @@ def long_rows(sizes: LongSizes) -> list[LongRow]:
             for row in (few, more)
         ),
     ]
+
+
+def machine_of_device(name: str) -> str:
+    """Return the planner's machine with a device's name; that of the published figures if it has none.
+
+    Args:
+        name: as ``torch.cuda.get_device_name`` returns it, such as ``NVIDIA H200``.
+    """
+    words = re.findall(r"\w+", name.lower())
+    return next((machine for machine in MACHINES if machine in words), PUBLISHED_MACHINE)
 
 
 _ACTIVATIONS = ("activations", "attention buffers", "logits and loss")

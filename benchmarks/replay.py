@@ -17,6 +17,7 @@ FLOPs are those of visible pairs, 4 x head dim x heads each, and 2.5 times as ma
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -27,6 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.no_comm import one_rank
+from lightning_cp.bench.kernels import request_of
 from lightning_cp.bench.methods import BACKWARD_FLOPS, AttentionCase, ContextParallelMethod, Step
 from lightning_cp.bench.timers import Figure, largest_spread, measure
 from lightning_cp.kernels.per_tile import Gradients, PerTileKernel
@@ -300,8 +302,11 @@ def _seconds(passes: Sequence[Step], case: AttentionCase, repeats: int) -> Secon
     return Seconds(forward.best, backward.best, largest_spread((forward.spread, backward.spread)))
 
 
-KERNELS = {"cuda": ("triton", "aten_cuda_flash"), "cpu": ("aten_cpu_flash",)}
-"""Kernels that are replayed by default, by device type."""
+KERNELS = {
+    "cuda": ("triton", "aten_cuda_flash", "aten_cuda_cudnn", "flash_attn_3"),
+    "cpu": ("aten_cpu_flash",),
+}
+"""Kernels that are replayed by default where they can run, by device type: those that ``auto`` chooses."""
 DENSE_TOKENS = 32768
 """Tokens of the single document that packed ones are compared with, on a GPU."""
 
@@ -475,6 +480,13 @@ class ReplaySizes:
         )
 
 
+def refusals(names: Sequence[str], case: AttentionCase) -> dict[str, str]:
+    """Return the reasons of the kernels that cannot compute a case here, by their names."""
+    every, request = kernels(), request_of(case)
+    found = {name: every[name].capabilities.refusal(request) for name in names}
+    return {name: reason for name, reason in found.items() if reason is not None}
+
+
 def all_dense(size: ReplaySizes, kernel: str) -> list[DenseRow]:
     """Replay one document with every number of ranks."""
     return [
@@ -522,14 +534,16 @@ def main() -> None:
         device_type=given.device,
     )
     names = given.kernels or KERNELS[given.device]
-    print(table.markdown_head(DENSE_HEAD))
-    for name in names:
-        for row in all_dense(size, name):
-            print(table.markdown_row(dense_cells(row)), flush=True)
-    print(f"\n{table.markdown_head(PACKED_HEAD)}")
-    for name in names:
-        for row in all_packed(size, name):
-            print(table.markdown_row(packed_cells(row)), flush=True)
+    for before, head, of_kernel, cells, case in (
+        ("", DENSE_HEAD, all_dense, dense_cells, size.dense(1)),
+        ("\n", PACKED_HEAD, all_packed, packed_cells, size.packed(1)),
+    ):
+        print(before + table.markdown_head(head))
+        missing = refusals(names, case)
+        for name, reason in missing.items():
+            print(f"{name} {reason}", file=sys.stderr)
+        for row in (row for name in names if name not in missing for row in of_kernel(size, name)):
+            print(table.markdown_row(cells(row)), flush=True)
 
 
 if __name__ == "__main__":

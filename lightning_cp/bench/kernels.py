@@ -90,7 +90,8 @@ def request_of(case: AttentionCase) -> Request:
     """Return a case's requirements on a kernel."""
     kinds = {"full", "causal"} if case.causal else {"full"}
     masks = kinds if case.window == (-1, -1) else {"full", "causal", "band"}
-    return Request(case.device_type, case.dtype, case.head_dim, frozenset(masks))
+    given = (case.device_type, case.dtype, case.head_dim, frozenset(masks))
+    return Request(*given, packed=bool(case.packed))
 
 
 def check(settings: BenchSettings) -> None:

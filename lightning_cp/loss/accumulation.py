@@ -12,7 +12,7 @@ when the window ends. A window of one batch needs no correction.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -89,7 +89,7 @@ class AccumulatedTokens:
         """Restart the window of an optimizer whose gradients were zeroed without a step, on all ranks."""
         if not any(each in self._accumulated for each in optimizers):
             return
-        kept = {id(p) for p, gradient in self.unreduced() if _is_nonzero(gradient)}
+        kept = {id(p): gradient for p, gradient in self.unreduced()}
         filled = torch.tensor([_has_gradient(x, kept) for x in optimizers], dtype=torch.int64)
         for optimizer, count in zip(optimizers, to_list(all_sum(filled, group)), strict=True):
             if not count:
@@ -125,12 +125,13 @@ def _check_no_shared_parameters(optimizers: Sequence[Optimizer]) -> None:
         )
 
 
-def _has_gradient(optimizer: Optimizer, kept: set[int]) -> bool:
-    """True if any gradient on this rank is nonzero; parameters with ``kept`` ids have one elsewhere."""
-    return any(
-        id(p) in kept or (p.grad is not None and _is_nonzero(p.grad))
-        for p in _parameters(optimizer)
-    )
+def _has_gradient(optimizer: Optimizer, kept: Mapping[int, torch.Tensor]) -> bool:
+    """True if any gradient on this rank is nonzero: in ``grad``, or ``kept`` elsewhere, by parameter's id.
+
+    Ends at the first one, because the host waits for the device at each.
+    """
+    gradients = (x for p in _parameters(optimizer) for x in (p.grad, kept.get(id(p))))
+    return any(_is_nonzero(x) for x in gradients if x is not None)
 
 
 def _is_nonzero(gradient: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric import wrappers
+from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -191,7 +192,9 @@ class TrainerParity:
         runner = Runner(self._runtime, self._engine, module, step, dtypes, wide)
         with _without_loggers(module.trainer):
             check = ParityCheck(runner, self._runtime.settings.parity_tokens, _HOW_TO_SKIP, prints)
-            return check.run(micro_batch.batch)
+            # The strategy leaves a batch on the host where no hook needs it on the device.
+            device = module.trainer.strategy.root_device
+            return check.run(move_data_to_device(micro_batch.batch, device))
 
     def forget(self) -> None:
         """Forget the batches of a window, which is over."""

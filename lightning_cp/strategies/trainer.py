@@ -239,7 +239,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         """Return this rank's part of a batch, after the user's transforms; if possible it alone travels."""
         trainer, callback = self._module.trainer, self._callback
         checks, by_callback = trainer.training and self.parity.is_on, callback.shards_batches
-        whole = checks or by_callback or not self.runtime.enabled
+        whole = by_callback or not self.runtime.enabled
         where = device if whole else device_of_hooks(batch, trainer, device)
         batch = super().batch_to_device(batch, where, dataloader_idx)
         with complete_errors(self._settings):

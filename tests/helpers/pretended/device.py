@@ -146,6 +146,10 @@ class PretendedDevice:
             stack.enter_context(cuda_functions(self.device.index, self.note))
             stack.enter_context(_moving_modules())
             stack.enter_context(mock.patch.object(torch.Tensor, "_make_subclass", _make_subclass))
+            grouped = self._grouped(torch._C._group_tensors_by_device_and_dtype)
+            stack.enter_context(
+                mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", grouped)
+            )
             for name in ("_ddp_init_helper", "_pre_forward"):  # DDP makes its buckets there, in C++
                 own = getattr(DistributedDataParallel, name)
                 made = self._computing_in(own)
@@ -311,6 +315,18 @@ class PretendedDevice:
             yield
         finally:
             self._from_device.computing = before
+
+    def _grouped(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """``_group_tensors_by_device_and_dtype``, which takes a pretended tensor for one of the CPU."""
+
+        def group(lists: Any, *args: Any) -> Any:
+            groups = own(lists, *args).items()
+            return {
+                (self.device if isinstance(found[0][0][0], PretendedTensor) else at, dtype): found
+                for (at, dtype), found in groups
+            }
+
+        return group
 
     def _computing_in(self, own: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -38,6 +38,8 @@ MODES: dict[str, dict[str, Any]] = {
     "hybrid": {"ring_size": 2, "ulysses_size": 2},
     "zigzag_llama3": {"mode": "zigzag_llama3"},
 }
+ALONE = "alone"
+"""The mode of one rank."""
 _PLAN = {
     **{f"*blocks.*.{name}": "colwise" for name in ("q", "k", "v", "up", "gate")},
     **{f"*blocks.*.{name}": "rowwise" for name in ("o", "down")},
@@ -73,7 +75,7 @@ class Cell:
 
     @property
     def cp(self) -> int:
-        return 4 if self.mode == "hybrid" else 2
+        return {"hybrid": 4, ALONE: 1}.get(self.mode, 2)
 
     @property
     def data(self) -> int:
@@ -91,7 +93,7 @@ class Cell:
             return {"context_parallel_size": 1, "labels": "aligned"}
         replicas = {"data_parallel_replicate_size": 2} if self.engine == "hsdp" else {}
         return {
-            **MODES[self.mode],
+            **({"context_parallel_size": 1} if self.mode == ALONE else MODES[self.mode]),
             **replicas,
             "labels": "aligned" if self.model == "plain" else "auto",
             "data_parallel": self.engine,
@@ -319,6 +321,9 @@ def _fit(
     )
     validated = _loader(batches[:2]) if cell.stages else None
     trainer.fit(module, _loader(batches), validated, ckpt_path=path)
+    if ("parity_check", "first_batch") in cell.more:
+        strategy: Any = trainer.strategy
+        assert strategy.parity.report is not None, strategy.parity.skip_reason
     return module, trainer
 
 

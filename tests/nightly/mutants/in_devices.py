@@ -6,6 +6,7 @@ from tests.nightly.mutants.mutant import Mutant
 
 RING = "lightning_cp/attention/ring.py"
 WAITS = "tests/ranks/pretended/test_waits.py::test_waits_of_a_micro_batch[trainer]"
+CHECKED = WAITS.replace("[trainer]", "[trainer, parity check]")
 TRANSFERS = (
     "tests/ranks/pretended/test_transfers.py::test_transforms_see_whole_batches_where_they_saw_them"
 )
@@ -13,6 +14,7 @@ REFUSALS = (
     "tests/ranks/pretended/test_refusals.py::"
     "test_a_step_is_refused_on_all_ranks_before_the_optimizer_steps"
 )
+GPU_CHECK = "tests/ranks/benchmarks/test_gpu_check.py::test_"
 GPUS = "tests/ranks/benchmarks/test_gpus.py"
 RUNS = "tests/ranks/pretended/test_training.py::test_losses_and_weights_are_those_of_one_cpu"
 
@@ -131,10 +133,37 @@ DEVICE_MUTANTS = (
     Mutant(
         "whole batches travel to the device",
         "lightning_cp/strategies/trainer.py",
-        "whole = checks or by_callback or not self.runtime.enabled",
+        "whole = by_callback or not self.runtime.enabled",
         "whole = True",
         (f"{TRANSFERS}[plain-]",),
         "Right, with cp times the bytes, and a batch that the host reads back from the device.",
+    ),
+    Mutant(
+        "whole batches travel to the device while parity is checked",
+        "lightning_cp/strategies/trainer.py",
+        "whole = by_callback or not self.runtime.enabled",
+        "whole = checks or by_callback or not self.runtime.enabled",
+        (CHECKED,),
+        "Right, but with the default settings the host reads every batch back from the device.",
+    ),
+    Mutant(
+        "parity checks run on batches of the host",
+        "lightning_cp/strategies/parity_checks.py",
+        "check.run(move_data_to_device(micro_batch.batch, device))",
+        "check.run(micro_batch.batch)",
+        (CHECKED,),
+        "On a GPU the step of one process fails, and the check is left out.",
+    ),
+    Mutant(
+        "windows read all gradients that are kept on their ranks",
+        "lightning_cp/loss/accumulation.py",
+        "for p, gradient in self.unreduced()}",
+        "for p, gradient in self.unreduced() if _is_nonzero(gradient)}",
+        (
+            "tests/ranks/pretended/test_waits.py::"
+            "test_global_weights_wait_once_in_the_later_micro_batches_of_a_window[fsdp]",
+        ),
+        "Right, but the host waits once for each parameter.",
     ),
     Mutant(
         "refusals of steps are not read",
@@ -165,7 +194,7 @@ DEVICE_MUTANTS = (
         "benchmarks/gpu_losses.py",
         "return not max(self.error, self.gradient_error) <= LIMITS[self.dtype]",
         "return False",
-        ("tests/ranks/benchmarks/test_gpu_check.py::test_wrong_exchanges_of_losses_fail",),
+        (f"{GPU_CHECK}wrong_exchanges_of_losses_fail",),
         "Losses of whole sequences may be wrong with NCCL, and the report says passed.",
     ),
     Mutant(
@@ -173,7 +202,42 @@ DEVICE_MUTANTS = (
         "benchmarks/long_step.py",
         "seconds = more.seconds + steps * (more.seconds - few.seconds)",
         "seconds = more.seconds",
-        ("tests/ranks/benchmarks/test_gpu_check.py::test_the_long_step_is_scaled_from_its_layers",),
+        (f"{GPU_CHECK}the_long_step_is_scaled_from_its_layers",),
         "The report shows two layers' seconds beside others' whole model.",
+    ),
+    Mutant(
+        "one rank trains without our attention",
+        "benchmarks/gpu_one_rank.py",
+        'ONE_RANK: dict[str, Any] = {"token_weighting": "global"}',
+        "ONE_RANK: dict[str, Any] = {}",
+        (f"{GPU_CHECK}one_rank_trains_with_the_packages_attention_and_wrong_losses_fail",),
+        "The check of one GPU passes, and has run none of the package's kernels in a step.",
+    ),
+    Mutant(
+        "memory of a step without our attention",
+        "benchmarks/gpu_memory.py",
+        "settings = {**ONE_RANK, **cell.settings}",
+        "settings = {**cell.settings}",
+        (f"{GPU_CHECK}a_section_rehearses[memory]",),
+        "The planner is compared with a step of transformers.",
+    ),
+    Mutant(
+        "the check of one GPU accepts any number of waits",
+        "benchmarks/gpu_synchronisations.py",
+        "self.per_step > self.limit or not self.kernels",
+        "not self.kernels",
+        (
+            f"{GPU_CHECK}more_waits_than_a_step_has_are_a_failure",
+            f"{GPU_CHECK}synchronisations_of_the_later_steps_are_counted",
+        ),
+        "A host that waits in every layer passes.",
+    ),
+    Mutant(
+        "the check of one GPU counts waits of the package as those of libraries",
+        "benchmarks/gpu_synchronisations.py",
+        "return Place(shown, ours[-1] is callers[-1])",
+        "return Place(shown, is_ours=False)",
+        (f"{GPU_CHECK}synchronisations_of_the_later_steps_are_counted",),
+        "The limit holds for nothing.",
     ),
 )

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import count as count_up
 from pathlib import Path
@@ -19,13 +20,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import gpu_check, gpu_sections, gpu_training, kernel_rates, launch_sweep, long_step
+from benchmarks import (
+    gpu_check,
+    gpu_sections,
+    gpu_synchronisations,
+    gpu_training,
+    kernel_rates,
+    launch_sweep,
+    long_step,
+)
 from benchmarks.gpu_check import GpuReport, Section
 from benchmarks.gpu_sections import CHECKS, Check
+from benchmarks.step_overhead import Job
 from lightning_cp.bench.kernels import KernelRow
 from lightning_cp.bench.methods import AttentionCase
 from lightning_cp.bench.timers import Samples
 from lightning_cp.kernels.triton.blocks import BlockConfigs, Key
+from lightning_cp.utils.tensors import total_norm
 from tests.helpers.pool import call_on_ranks
 
 XML = """<testsuites><testsuite name="pytest" tests="4">
@@ -187,24 +198,40 @@ def test_a_failure_is_the_verdict() -> None:
     )
 
 
-def test_features_run_and_a_feature_that_changes_losses_fails() -> None:
-    good, spoilt, refused = call_on_ranks(1, feature_rows)[0]
-    assert not good.failed, good
+def test_one_rank_trains_with_the_packages_attention_and_wrong_losses_fail() -> None:
+    good, again, packed, spoilt, joined, refused = call_on_ranks(1, training_rows)[0]
+    assert [row for row in (good, again, packed) if row.failed] == []
     assert good.batch == "dense, deterministic"
+    assert (good.calls, good.kernels) == (1.0, "aten_cpu_flash")
+    assert (again.batch, again.calls) == ("dense, activation offload", 2.0)
     assert spoilt.failed
+    assert joined.failed
     assert not refused.failed
     assert "hsdp" in refused.refusal
 
 
-def feature_rows() -> list[gpu_training.TrainingRow]:
-    """A feature that changes nothing, one that does, and the engine that one rank cannot have."""
-    cell = ("ddp", "bf16-mixed", SMALL.job, "cpu")
+def training_rows() -> list[gpu_training.TrainingRow]:
+    """Features that change nothing and packed rows; then a feature that changes losses, packed rows whose
+    documents are joined, and the engine that one rank cannot have.
+    """
+    cell, features = ("ddp", "bf16-mixed", SMALL.job, "cpu"), gpu_training.FEATURES
+    packed = ("ddp", "32-true", replace(SMALL.job, packed=4), "cpu")
     dist.destroy_process_group()  # each run makes its own
-    row = gpu_training._training_row(*cell, gpu_training.FEATURES["deterministic"])
+    rows = [gpu_training._training_row(*cell, features["deterministic"])]
     assert not torch.are_deterministic_algorithms_enabled()
+    rows.append(gpu_training._training_row(*cell, features["activation offload"]))
+    rows.append(gpu_training._training_row(*packed))
     spoilt = gpu_training.Feature("spoilt", around=spoiling)
-    rows = [row, gpu_training._training_row(*cell, spoilt)]
+    rows.append(gpu_training._training_row(*cell, spoilt))
+    with mock.patch.object(gpu_training, "one_row", one_document):
+        rows.append(gpu_training._training_row(*packed))
     return [*rows, gpu_training.refused_row(SMALL.job, "cpu")]
+
+
+def one_document(job: Job) -> gpu_training.Loader:
+    """The rows without the positions that tell documents apart."""
+    rows = [{name: row[name] for name in ("input_ids", "labels")} for row in job.rows(1)]
+    return gpu_training.DataLoader(rows * gpu_training.STEPS, batch_size=1)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -239,10 +266,11 @@ def wrong_losses() -> Any:
 def test_a_wrong_prediction_of_memory_fails() -> None:
     from benchmarks.gpu_memory import MemoryRow
 
-    row = MemoryRow("ddp", "none", 512, 100, "backward", 100)
+    row = MemoryRow("ddp", "none", 512, 100, "backward", 100, kernels=3)
     assert not row.failed
     assert replace(row, predicted=120).failed
     assert replace(row, predicted=0).failed
+    assert replace(row, kernels=0).failed
 
 
 def test_the_long_step_is_scaled_from_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,6 +286,26 @@ def test_the_long_step_is_scaled_from_its_layers(monkeypatch: pytest.MonkeyPatch
     assert planner.bytes - scaled.bytes == kinds["activations"] - (100 + 10 * 36)
     assert 250 < planner.seconds < published.seconds == 380.0
     assert 50 < planner.bytes / long_step.GIB < 65
+
+
+@pytest.mark.parametrize(
+    ("device", "machine"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GH200 480GB", "h100"),  # the planner does not know it
+    ],
+)
+def test_the_long_step_is_planned_for_the_device(
+    device: str, machine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    row = long_step.LayersRow(1, 1.0, 100)
+    layers = {1: row, 2: replace(row, layers=2, seconds=2.0)}
+    monkeypatch.setattr(long_step, "layers_row", lambda sizes, count: layers[count])
+    found = gpu_sections._long(replace(SMALL, long=None), tmp_path)
+    assert f"planner, {machine} " in found.headline
 
 
 def test_missing_kernels_are_named_in_the_verdict() -> None:
@@ -307,7 +355,7 @@ def test_an_error_and_a_missing_figure_are_failures(monkeypatch: pytest.MonkeyPa
 
 def test_training_that_differs_is_a_failure() -> None:
     row = gpu_training.TrainingRow(
-        "ddp", "32-true", "dense", (3.0,) * 5 + (2.0,), (3.0,) * 5 + (2.0,), ()
+        "ddp", "32-true", "dense", (3.0,) * 5 + (2.0,), (3.0,) * 5 + (2.0,), (), calls=1.0
     )
     good = replace(row, resumed=row.losses[gpu_training.SAVED_AFTER :])
     assert not good.failed
@@ -316,37 +364,59 @@ def test_training_that_differs_is_a_failure() -> None:
     assert replace(good, losses=(3.0,) * 6, plain=(3.0,) * 6, resumed=(3.0,) * 3).failed
     assert replace(good, losses=(float("nan"),) * 6).failed
     assert replace(row, obstacle="no").failed
+    assert replace(good, calls=0.0).failed
+    assert replace(good, calls=2.0).failed
 
 
 def test_synchronisations_are_counted_by_place() -> None:
-    with gpu_training._synchronisations() as places:
+    with gpu_synchronisations.synchronisations() as places:
         for _ in range(2):
             warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
     ((place, count),) = places.items()
-    assert (count, "no file of ours" in place) == (2, True)
+    assert (count, place.is_ours) == (2, False)
+    assert "no file of the package" in place.shown
+
+
+def test_more_waits_than_a_step_has_are_a_failure() -> None:
+    row = gpu_synchronisations.SynchronisationRow("ddp", "the package", 1.0, limit=1, kernels=12)
+    assert not row.failed
+    assert replace(row, per_step=1.25).failed
+    assert replace(row, kernels=0).failed
+    assert not replace(row, per_step=9.0, limit=None, kernels=None).failed
 
 
 def test_synchronisations_of_the_later_steps_are_counted() -> None:
-    ((modes, every),) = call_on_ranks(1, synchronisations)
+    ((modes, rows),) = call_on_ranks(1, synchronisations)
     assert modes == ["warn", "default"]
-    assert (every.place, every.per_step) == ("all", 2 / (gpu_training.STEPS - 2))
+    (at_vote, *_, ours, every), steps = rows, gpu_training.STEPS - gpu_synchronisations.WARM_UP
+    assert "consistency/finite.py" in at_vote.place
+    # Warnings before the mode was set are counted here, too.
+    assert (ours.place, ours.per_step) == ("the package", gpu_training.STEPS / steps)
+    assert (every.place, every.per_step) == ("all", (gpu_training.STEPS + 2) / steps)
+    assert ours.kernels == gpu_training.STEPS * SMALL.job.layers
+    assert ours.failed
 
 
-def synchronisations() -> tuple[list[str], gpu_training.SynchronisationRow]:
-    """A rehearsal in which each change of the mode is a synchronisation."""
+def synchronisations() -> tuple[list[str], list[gpu_synchronisations.SynchronisationRow]]:
+    """A rehearsal in which each change of the mode waits, and each vote of the package."""
     modes: list[str] = []
+    wait = partial(warnings.warn, "called a synchronizing CUDA operation")
+    here: dict[str, Any] = {"wait": wait, "total_norm": total_norm}
+    vote = "def norm(tensors):\n    wait()\n    return total_norm(tensors)"
+    exec(compile(vote, str(gpu_synchronisations.OURS / "consistency" / "finite.py"), "exec"), here)
 
     def set_mode(mode: str, device_type: str) -> None:
         modes.append(mode)
-        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        wait()
 
     dist.destroy_process_group()
     with (
-        mock.patch.object(gpu_training, "_set_debug_mode", set_mode),
-        mock.patch.object(gpu_training, "ENGINES", ("ddp",)),
+        mock.patch("lightning_cp.consistency.finite.total_norm", here["norm"]),
+        mock.patch.object(gpu_synchronisations, "_set_debug_mode", set_mode),
+        mock.patch.object(gpu_synchronisations, "ENGINES", ("ddp",)),
     ):
-        return modes, gpu_training.synchronisation_rows(SMALL.job, "cpu")[-1]
+        return modes, gpu_synchronisations.synchronisation_rows(SMALL.job, "cpu")
 
 
 def test_a_file_of_which_all_is_skipped_tests_nothing() -> None:

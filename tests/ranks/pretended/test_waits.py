@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.pretended.runs import Cell, Outcome, compare
+from benchmarks.gpu_one_rank import ONE_RANK
+from benchmarks.gpu_synchronisations import WAITS_OF_STEP as OF_STEP
+from tests.helpers.pretended.runs import ALONE, STEPS, Cell, Outcome, compare
 from tests.helpers.versions import BROADCASTS_WRITE
 
 pytestmark = pytest.mark.filterwarnings("ignore:GPU available but not used")
@@ -19,8 +21,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:GPU available but not used")
 PER_LAYER_OR_HOP = ("attention/", "kernels/", "models/", "layout/tile", "comm/ring", "comm/all_")
 """Beginnings of places that are called for each layer or hop."""
 
-OF_STEP = {"consistency/finite.py": 1}
-"""The vote before the optimizer step."""
 OF_LOG = {"logging/reduce.py": 1}
 """Of the first batches, whose logged values are compared with the losses."""
 OF_ROWS = {"loss/counts.py": 1}
@@ -28,8 +28,12 @@ OF_ROWS = {"loss/counts.py": 1}
 OF_BUFFERS = {"loss/counts.py": 2} if BROADCASTS_WRITE else {}
 """Two buffers that are compared in the votes on steps 2, 4, 8, ..., as steps have written to them."""
 OF_CLIP = {"engines/gradients.py": 1}
-OF_DDP_CLIP = {"engines/ddp.py": 2}
-"""Fabric's clipping raises for a norm that is not finite; PyTorch's reads two flags for that."""
+OF_DDP_CLIP = {"engines/ddp.py": 1}
+"""Fabric's clipping raises for a norm that is not finite."""
+CHECKED = (("parity_check", "first_batch"),)
+"""The strategy's default."""
+RECHECKED = 2
+"""The second batch that the parity check runs on, after the first one."""
 ON_DEVICE = {
     "batch/sharder.py": 1,
     "batch/step_state.py": 1,
@@ -38,6 +42,7 @@ ON_DEVICE = {
 }
 """Of packed batches that are on the device when they are sharded."""
 
+WINDOW: dict[str, Any] = {"flash": True, "accumulate": 2, "value_looks": 1}
 HOST: dict[str, Any] = {"driver": "fabric", "moves": False, "flash": True}
 CELLS: dict[str, tuple[Cell, dict[str, int]]] = {
     "trainer": (Cell("ddp", flash=True), {**OF_STEP, **OF_LOG}),
@@ -58,7 +63,45 @@ CELLS: dict[str, tuple[Cell, dict[str, int]]] = {
         Cell("ddp", "ulysses", "packed", "fabric", flash=True),
         {**ON_DEVICE, **OF_STEP, **OF_DDP_CLIP},
     ),
+    "one rank": (
+        Cell("ddp", ALONE, model="hf", value_looks=1, more=tuple(ONE_RANK.items())),
+        OF_STEP,
+    ),
+    "trainer, accumulation": (Cell("ddp", "ulysses", "packed", **WINDOW), OF_STEP),
+    "trainer, accumulation, fsdp": (Cell("fsdp", **WINDOW), OF_STEP),
+    "fabric, accumulation": (
+        Cell("ddp", "ulysses", "packed", **{**HOST, **WINDOW}),
+        {**OF_STEP, **OF_DDP_CLIP},
+    ),
+    "fabric, accumulation, zero1": (
+        Cell("zero1", **{**HOST, **WINDOW}),
+        {**OF_STEP, **OF_CLIP},
+    ),
+    "trainer, parity check": (
+        Cell("ddp", "ulysses", "packed", flash=True, value_looks=1, more=CHECKED),
+        OF_STEP,
+    ),
 }
+"""Cells, and the waits of the micro-batch that ends a window; the others have none."""
+AT_MOST, FROM_DEVICE = 2, 9
+"""Waits of a micro-batch, and of a packed one on the device; docs/guides/data.md has both."""
+
+
+def test_a_micro_batch_on_the_host_waits_at_most_twice() -> None:
+    counts = {name: sum(waits.values()) for name, (_, waits) in CELLS.items()}
+    assert counts.pop("fabric, batches on the device") == FROM_DEVICE
+    assert max(counts.values()) == AT_MOST
+
+
+@pytest.mark.quick("fsdp")
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_global_weights_wait_once_in_the_later_micro_batches_of_a_window(engine: str) -> None:
+    """A loop of Fabric may have zeroed the gradients in between."""
+    cell = Cell(engine, more=tuple(ONE_RANK.items()), **{**HOST, **WINDOW, "accumulate": 3})
+    for outcome in compare(cell):
+        for batch in range(STEPS * cell.accumulate):
+            counts = waits_by_file(outcome, f"batch {batch}")
+            assert counts.get("loss/accumulation.py", 0) == bool(batch % cell.accumulate)
 
 
 def waits_by_file(outcome: Outcome, phase: str) -> dict[str, int]:
@@ -69,17 +112,29 @@ def waits_by_file(outcome: Outcome, phase: str) -> dict[str, int]:
     return dict(found)
 
 
-@pytest.mark.quick("trainer", "trainer, later", "trainer, whole rows", "transformers")
+@pytest.mark.quick(
+    "trainer",
+    "trainer, later",
+    "trainer, whole rows",
+    "transformers",
+    "one rank",
+    "fabric, accumulation",
+    "trainer, parity check",
+)
 @pytest.mark.parametrize("name", CELLS)
 def test_waits_of_a_micro_batch(name: str) -> None:
-    cell, wanted = CELLS[name]
+    cell, of_window = CELLS[name]
     for outcome in compare(cell):
-        for phase in ("batch 1", "batch 2"):  # the first batch has checks of its own
+        for batch in range(cell.accumulate, STEPS * cell.accumulate):
+            if cell.more == CHECKED and batch == RECHECKED:
+                continue
+            phase = f"batch {batch}"  # the first window has checks of its own
             listed = "\n".join(
                 f"{n} {place} {kind}" for (place, kind), n in outcome.ours(phase).items()
             )
-            is_broadcast = (cell.engine, cell.model, phase) == ("ddp", "hf", "batch 1")
-            of_buffers = OF_BUFFERS if is_broadcast else {}
-            assert waits_by_file(outcome, phase) == {**wanted, **of_buffers}, listed
+            is_broadcast = (cell.engine, cell.model, batch) == ("ddp", "hf", 1) and cell.cp > 1
+            wanted = {**of_window, **(OF_BUFFERS if is_broadcast else {})}
+            ends_window = batch % cell.accumulate == cell.accumulate - 1
+            assert waits_by_file(outcome, phase) == (wanted if ends_window else {}), listed
         layers = [w for w in outcome.waits if w.is_ours and w.place.startswith(PER_LAYER_OR_HOP)]
         assert layers == []

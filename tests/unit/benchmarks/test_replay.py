@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,9 @@ from benchmarks.peers.common import of_documents
 from benchmarks.replay import ZigzagCalls
 from lightning_cp.bench.methods import AttentionCase, ContextParallelMethod
 from lightning_cp.kernels.aten import AtenCpuFlash, AtenCudaFlash
+from lightning_cp.kernels.auto import LONG_TILES
 from lightning_cp.kernels.protocol import Merged, Scores
+from lightning_cp.kernels.select import kernels
 from lightning_cp.layout import Mask, SequenceLayout, Tile
 from tests.helpers import oracle
 from tests.helpers.attention.wire import Wire
@@ -224,3 +227,22 @@ def test_hops_of_a_replayed_rank_read_memory_of_their_own() -> None:
     with one_rank(ContextParallelMethod(1, 4), CASE, 1) as alone, Wire() as wire:
         alone.forward()
     assert moved == {} != wire.counts
+
+
+def test_kernels_that_auto_chooses_are_replayed_where_they_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def kernels_of_a_gpu() -> dict[str, Any]:
+        every = {name: kernel.capabilities for name, kernel in kernels().items()}
+        able = {name: replace(each, obstacle=None) for name, each in every.items()}
+        able["flash_attn_3"] = replace(able["flash_attn_3"], obstacle=lambda: "not installed")
+        return {name: SimpleNamespace(capabilities=each) for name, each in able.items()}
+
+    monkeypatch.setattr(replay, "kernels", kernels_of_a_gpu)
+    size, names = replay.ReplaySizes(8192, [8], [8], 1), replay.KERNELS["cuda"]
+    dense = replay.refusals(names, size.dense(8))
+    assert dense == {"flash_attn_3": "cannot run: not installed"}
+    packed = replay.refusals(names, size.packed(8))
+    assert packed.keys() == {"aten_cuda_cudnn", "flash_attn_3"}
+    assert "packed documents" in packed["aten_cuda_cudnn"]
+    assert set(LONG_TILES[9][:3]) <= set(names)
