@@ -90,7 +90,15 @@ class RankChecks:
         self._waiting = PendingChecks()
         self._error: Exception | None = None
 
-    def run(self, what: str, check: Callable[[], T], *, more_follow: bool = False) -> T:
+    def run(
+        self,
+        what: str,
+        check: Callable[[], T],
+        *,
+        more_follow: bool = False,
+        facts: Callable[[T], Facts] = lambda _: {},
+        remedy: str | None = None,
+    ) -> T:
         """Run a check that depends on this rank's tokens; every rank of the cp group must call this.
 
         Args:
@@ -98,38 +106,25 @@ class RankChecks:
             check: raises if something is wrong.
             more_follow: ranks run another check before their next collective, so the success of this one
                 is sent with that. A failure is sent at once.
+            facts: of the check's result, which ranks compare in the same message; not with ``more_follow``.
+            remedy: the fix of facts that differ, for the message.
 
         Raises:
             Exception: the check's error, if it failed on this rank.
             RankFailure: the check failed on another rank.
-            BatchMismatchError: another rank runs another check.
+            BatchMismatchError: another rank runs another check, or a fact differs.
         """
-        result, error = self._attempt(what, check)
+        result: T | None = None
+        error: Exception | None = None
+        try:
+            result = check()
+        except Exception as refused:  # any: a rank that raised alone would leave the others waiting
+            error = refused
+        self._waiting.names.append(what)
         self._waiting.before_data = more_follow
         if error is not None or not more_follow:
-            self.flush(error)
+            self.flush(error, {} if error is not None else facts(cast(T, result)), remedy)
         return cast(T, result)
-
-    def run_alike(
-        self, what: str, check: Callable[[], T], facts: Callable[[T], Facts], remedy: str
-    ) -> T:
-        """Run a check as ``run`` does, and compare ``facts`` of its result between ranks, in one message.
-
-        Raises:
-            Exception: as ``run``.
-            BatchMismatchError: a fact differs; the message ends with ``remedy``.
-        """
-        result, error = self._attempt(what, check)
-        self.flush(error, {} if error is not None else facts(cast(T, result)), remedy)
-        return cast(T, result)
-
-    def _attempt(self, what: str, check: Callable[[], T]) -> tuple[T | None, Exception | None]:
-        """Run a check that ranks have yet to agree on; return its result and its error."""
-        self._waiting.names.append(what)
-        try:
-            return check(), None
-        except Exception as refused:  # any: a rank that raised alone would leave the others waiting
-            return None, refused
 
     def run_deferred(self, what: str, check: Callable[[], None]) -> None:
         """Run a check as ``run`` does; within ``deferring`` an error is raised at the end of the step.
@@ -160,18 +155,9 @@ class RankChecks:
             self.flush()
 
     def flush(
-        self,
-        error: Exception | None = None,
-        facts: Facts | None = None,
-        remedy: str | None = None,
+        self, error: Exception | None = None, facts: Facts | None = None, remedy: str | None = None
     ) -> None:
-        """Send the pending outcomes to all ranks of the cp group; raise the error of a failed check.
-
-        Args:
-            error: of the last check.
-            facts: what must be equal on all ranks.
-            remedy: the fix of a difference, for the message.
-        """
+        """Send the pending outcomes to all ranks of the cp group; raise the error of a failed check."""
         waiting = self.pop()
         error = waiting.error or error
         try:

@@ -331,7 +331,8 @@ class StepContext:
             handle.checks.run(f"a mask of {name}", check)
             whole = self.mesh.unshard((counted != 0).byte(), self.part.layout)
             tokens = self._sequences_of(self.part, whole, x.device)
-        own = handle.checks.run_alike(name, partial(of, tokens), PartialSums.facts, SAME_ARGUMENTS)
+        facts, remedy = PartialSums.facts, SAME_ARGUMENTS
+        own = handle.checks.run(name, partial(of, tokens), facts=facts, remedy=remedy)
         return own.over(self.mesh.group(Flat.CP))
 
     def _own_sequences(self, part: ShardedBatch, device: torch.device) -> SequenceTokens:

@@ -414,10 +414,7 @@ class ContextParallelStrategy:
         return self.runtime.step.token_positions(x, dim)
 
     def token_mask(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """Return bool [1, L]: true for tokens of the sequence, false for padding that the strategy added.
-
-        Use it for masks that a step draws or computes. The batch's own padding is true.
-        """
+        """Return bool [1, L]: tokens without added padding, as ``ContextParallelMixin.token_mask``."""
         return self.runtime.step.token_mask(x, dim)
 
     def draw_per(self, what: Per) -> AbstractContextManager[None]:
