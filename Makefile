@@ -57,7 +57,7 @@ $(LITGPT)/stamp: $(STAMPS)/dev
 TRL := $(VENV)-trl
 
 test-trl: $(TRL)/stamp
-	$(TRL)/bin/python -m pytest tests/unit/loss/test_trl.py tests/ranks/checkpoint/pretrained/test_adapters.py
+	$(TRL)/bin/python -m pytest tests/unit/loss/test_trl.py tests/ranks/loss/test_peft.py tests/ranks/checkpoint/pretrained/test_adapters.py
 
 $(TRL)/stamp: $(STAMPS)/dev
 	$(BIN)/python -m venv --clear --without-pip $(TRL)

@@ -75,7 +75,9 @@ def use_torchs_norms(model: nn.Module) -> None:
         for name, child in parent.named_children():
             if type(child).__name__.endswith("RMSNorm") and not isinstance(child, nn.RMSNorm):
                 size: int = child.weight.shape[0]  # type: ignore[index,assignment,union-attr]
-                setattr(parent, name, nn.RMSNorm(size, eps=1e-6))
+                norm = nn.RMSNorm(size, eps=1e-6)
+                norm.requires_grad_(child.weight.requires_grad)  # type: ignore[arg-type,union-attr]
+                setattr(parent, name, norm)
 
 
 def window_of(asked: Asked) -> int:

@@ -8,13 +8,18 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
+from benchmarks.row_losses import MODELS
 from tests.helpers.installed import installed_path
 from tests.helpers.launch.start import all_succeeded, ranks, torchrun_variables
+from tests.helpers.models.zoo import use_torchs_norms
+from tests.helpers.pool import run_ranks
+from tests.helpers.strategies.small import RING, Settings, trainer_of, weights
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -40,11 +45,8 @@ def test_a_plain_model_has_the_losses_of_one_process(tmp_path: Path) -> None:
     assert "parity: one process and context parallel agree" in first.output
 
 
-LOSSES = ["classification", "diffusion", "distillation", "dpo", "grpo", "reward"]
-
-
 @pytest.mark.quick("grpo")
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_loss_prints_the_numbers_of_one_process(name: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": installed_path(tmp_path), "OMP_NUM_THREADS": "1"}
     lines: list[list[str]] = []
@@ -56,6 +58,45 @@ def test_a_loss_prints_the_numbers_of_one_process(name: str, tmp_path: Path) -> 
         lines.append(re.findall(r"^step .* loss .*$", done.stdout, re.MULTILINE))
     assert len(lines[0]) >= 4
     assert lines[0] == lines[1]
+
+
+def changes(rank: int, world_size: int, name: str, settings: Settings, data: int) -> torch.Tensor:
+    """The change of the example's weights in its first batches, of which ``data`` ranks have rows each."""
+    kind, make_batches = MODELS[name]
+    example = runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    torch.manual_seed(0)
+    module = example[kind]()
+    use_torchs_norms(module)
+    before = weights(module.double())
+    batches: Any = example[make_batches]()[:4]
+    if data > 1:
+        own = slice(*(4 // data * (rank * data // world_size + at) for at in (0, 1)))
+        batches = [{key: x[own] for key, x in batch.items()} for batch in batches]
+    torch.set_default_dtype(torch.float64)
+    labels = "auto" if name == "classification" else "none"
+    settings = {**settings, "labels": labels, "parity_check": "off", "data_parallel_size": data}
+    trainer = trainer_of(world_size, settings, precision="64-true")
+    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return weights(module) - before
+
+
+@pytest.mark.filterwarnings("ignore:Found .* module.* in eval mode:UserWarning")
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loss_trains_the_weights_of_one_process(name: str, ranks: int) -> None:
+    (want,) = run_ranks(1, changes, name, {}, 1)
+    assert want.norm() > 0.01
+    for got in run_ranks(ranks, changes, name, {}, 1):
+        assert (got - want).norm() < 1e-10 * want.norm()
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:Found .* module.* in eval mode:UserWarning")
+def test_grpo_with_a_group_on_two_data_ranks() -> None:
+    """Its advantages are of rows of all data ranks."""
+    (want,) = run_ranks(1, changes, "grpo", {}, 1)
+    for got in run_ranks(4, changes, "grpo", RING, 2):
+        assert (got - want).norm() < 1e-10 * want.norm()
 
 
 def losses_of_plain() -> list[float]:
