@@ -534,16 +534,23 @@ def main() -> None:
         device_type=given.device,
     )
     names = given.kernels or KERNELS[given.device]
-    for before, head, of_kernel, cells, case in (
-        ("", DENSE_HEAD, all_dense, dense_cells, size.dense(1)),
-        ("\n", PACKED_HEAD, all_packed, packed_cells, size.packed(1)),
-    ):
-        print(before + table.markdown_head(head))
-        missing = refusals(names, case)
-        for name, reason in missing.items():
-            print(f"{name} {reason}", file=sys.stderr)
-        for row in (row for name in names if name not in missing for row in of_kernel(size, name)):
-            print(table.markdown_row(cells(row)), flush=True)
+    dense, packed = (_able(names, case) for case in (size.dense(1), size.packed(1)))
+    print(table.markdown_head(DENSE_HEAD))
+    for name in dense:
+        for row in all_dense(size, name):
+            print(table.markdown_row(dense_cells(row)), flush=True)
+    print(f"\n{table.markdown_head(PACKED_HEAD)}")
+    for name in packed:
+        for row in all_packed(size, name):
+            print(table.markdown_row(packed_cells(row)), flush=True)
+
+
+def _able(names: Sequence[str], case: AttentionCase) -> list[str]:
+    """Return the kernels that can compute a case; print the reasons of the others."""
+    missing = refusals(names, case)
+    for name, reason in missing.items():
+        print(f"{name} {reason}", file=sys.stderr)
+    return [name for name in names if name not in missing]
 
 
 if __name__ == "__main__":

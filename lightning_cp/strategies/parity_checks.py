@@ -25,6 +25,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.layout.axes import Flat
 from lightning_cp.loss.counts import ASK
 from lightning_cp.runtime.runtime import ContextParallelRuntime
+from lightning_cp.utils.containers import tensors_of
 
 if TYPE_CHECKING:
     from lightning_cp.parity.runner import Step
@@ -192,9 +193,7 @@ class TrainerParity:
         runner = Runner(self._runtime, self._engine, module, step, dtypes, wide)
         with _without_loggers(module.trainer):
             check = ParityCheck(runner, self._runtime.settings.parity_tokens, _HOW_TO_SKIP, prints)
-            # The strategy leaves a batch on the host where no hook needs it on the device.
-            device = module.trainer.strategy.root_device
-            return check.run(move_data_to_device(micro_batch.batch, device))
+            return check.run(_on_device(micro_batch.batch, module.trainer.strategy.root_device))
 
     def forget(self) -> None:
         """Forget the batches of a window, which is over."""
@@ -244,6 +243,15 @@ class TrainerParity:
     def _is_first_rank(self) -> bool:
         mesh = self._runtime.mesh
         return mesh.sample_rank == 0 and mesh.data_rank == 0
+
+
+def _on_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch on the device; the strategy leaves it on the host where no hook moves it.
+
+    One that a hook has moved stays as it is: Lightning cannot move every container.
+    """
+    is_there = any(x.device == device for _, x in tensors_of(batch))
+    return batch if is_there else move_data_to_device(batch, device)
 
 
 @contextmanager
