@@ -149,7 +149,7 @@ DEVICE_MUTANTS = (
     Mutant(
         "parity checks run on batches of the host",
         "lightning_cp/strategies/parity_checks.py",
-        "check.run(move_data_to_device(micro_batch.batch, device))",
+        "check.run(_on_device(micro_batch.batch, module.trainer.strategy.root_device))",
         "check.run(micro_batch.batch)",
         (CHECKED,),
         "On a GPU the step of one process fails, and the check is left out.",
