@@ -29,6 +29,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -54,6 +55,7 @@ from lightning_cp.models import handle
 from lightning_cp.models.hf import swap as hf
 from lightning_cp.models.hf.forward import CallCheck
 from lightning_cp.models.hf.labels import LossWatch
+from lightning_cp.resume.trainer import TrainerResume
 from lightning_cp.runtime.runtime import ContextParallelRuntime
 from lightning_cp.strategies.trainer import UlyssesRingStrategy
 from lightning_cp.utils import console as table
@@ -131,9 +133,9 @@ class OwnTime:
         self._since = now
 
 
-LOADER, SHARDING, MESSAGES = "loader", "sharding", "messages"
+LOADER, SHARDING, MESSAGES, RESUME = "loader", "sharding", "messages", "resume"
 CALLS, LOGGING, STEP = "model calls", "logging", "step"
-NAMES = (LOADER, SHARDING, MESSAGES, CALLS, LOGGING, STEP)
+NAMES = (LOADER, SHARDING, MESSAGES, RESUME, CALLS, LOGGING, STEP)
 _WATCHED: tuple[tuple[Any, str, str | None], ...] = (
     (SynchronizedIterator, "__next__", LOADER),
     (SynchronizedIterator, "_fetch", None),  # the user's loader
@@ -141,6 +143,7 @@ _WATCHED: tuple[tuple[Any, str, str | None], ...] = (
     (agreement, "gather_objects", MESSAGES),
     (ranks, "all_gather", MESSAGES),
     (dist, "all_reduce", MESSAGES),
+    (TrainerResume, "start_batch", RESUME),
     (CallCheck, "_complete", CALLS),
     (LossWatch, "_leave", CALLS),
     (handle.SwapHandle, "attention", CALLS),
@@ -155,9 +158,11 @@ _WATCHED: tuple[tuple[Any, str, str | None], ...] = (
     (DDPEngine, "_note_forward", STEP),
     *(
         pair
-        for method in ("batch_to_device", "training_step", "backward", "optimizer_step", "reduce")
+        for method in ("batch_to_device", "training_step", "optimizer_step", "reduce")
         for pair in ((UlyssesRingStrategy, method, STEP), (DDPStrategy, method, None))
     ),
+    (UlyssesRingStrategy, "_backward", STEP),
+    (Precision, "backward", None),
     (UlyssesRingStrategy, "_finalize_gradients", STEP),
 )
 """The strategy's functions in a training step, by purpose.
@@ -203,6 +208,8 @@ class Job:
     seed: int = 0
     hooks: bool = False
     """True: add a callback with a hook at batch ends, which could log."""
+    states: int = 0
+    """Callbacks with a state of ``History.LENGTH`` numbers."""
 
     def network(self) -> Any:
         """Return the model, always with the same weights."""
@@ -278,10 +285,10 @@ def train_by_trainer(job: Job, settings: dict[str, Any], steps: int) -> Recorder
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=dist.get_world_size(),
-            strategy=UlyssesRingStrategy(**settings),
+            strategy=UlyssesRingStrategy(**settings, parity_check="off"),  # it repeats itself once
             max_steps=steps + 1,
             gradient_clip_val=CLIP,
-            callbacks=[Hooks()] if job.hooks else [],
+            callbacks=[*([Hooks()] if job.hooks else []), *map(History, range(job.states))],
             use_distributed_sampler=False,
             num_sanity_val_steps=0,
             logger=False,
@@ -303,6 +310,28 @@ class Hooks(pl.Callback):
 
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         """Log nothing."""
+
+
+class History(pl.Callback):
+    """A callback with a state, which a checkpoint within a step has as of before it.
+
+    Args:
+        index: tells it from others.
+    """
+
+    LENGTH = 100
+
+    def __init__(self, index: int) -> None:
+        self.index, self.values = index, [float(at) for at in range(self.LENGTH)]
+
+    @property
+    def state_key(self) -> str:
+        """Another one for each."""
+        return self._generate_state_key(index=self.index)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All numbers."""
+        return {"values": list(self.values)}
 
 
 class Recorder:
@@ -457,10 +486,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="of a measurement")
     parser.add_argument("--repeats", type=int, default=3, help="of each measurement")
     parser.add_argument("--hooks", action="store_true", help="a callback has a hook at batch ends")
+    parser.add_argument("--hidden", type=int, default=Job.hidden, help="width of the model")
+    parser.add_argument("--layers", type=int, default=Job.layers, help="of the model")
+    parser.add_argument("--states", type=int, default=0, help="callbacks with a state")
     options = parser.parse_args()
+    model = {name: getattr(options, name) for name in ("hidden", "layers", "hooks", "states")}
     print(table.markdown_head(HEAD))
     for count in options.ranks:
-        jobs = [Job(options.tokens, x, hooks=options.hooks) for x in options.packed]
+        jobs = [Job(options.tokens, x, **model) for x in options.packed]
         every = [(name, how, job) for name, how in modes(count).items() for job in jobs]
         found = measure_shares(count, [row[1:] for row in every], options.steps, options.repeats)
         for (name, _, job), shares in zip(every, found, strict=True):

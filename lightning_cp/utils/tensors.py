@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,20 +39,49 @@ vector_norm: Callable[..., torch.Tensor] = torch.linalg.vector_norm
 foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm
 
 
+WIDENED = 2**18
+"""Numbers on the CPU that a norm copies to a wider dtype at once. Memory for a large copy comes from the
+system each time, which takes several times as long as the norm."""
+
+
 def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
     """Return the p-norm of all entries as one vector: float64 [], on a GPU if some tensor is on one.
 
     One fused pass for each device and dtype; 0 without any entry. The host does not wait.
     """
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-    for x in tensors:
-        if x.numel():
-            groups[x.device, x.dtype].append(x)
     norms = [
         vector_norm(torch.stack(foreach_norm(each, norm_type, dtype=torch.float64)), norm_type)
-        for each in groups.values()
+        for each in _by_kind(tensors)
     ]
     if not norms:
         return torch.zeros((), dtype=torch.float64)
-    device = next((x.device for x in norms if x.device.type != "cpu"), norms[0].device)
-    return vector_norm(torch.stack([x.to(device) for x in norms]), norm_type)
+    return vector_norm(_on_one_device(norms), norm_type)
+
+
+def has_infinite_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return True, bool [], if some 2-norm is NaN or infinite: if an entry is, or if squares overflow.
+
+    One fused pass for each device and dtype, in that dtype. The host does not wait.
+    """
+    flags: list[torch.Tensor] = []
+    for each in _by_kind(tensors):
+        dtype = torch.float32 if each[0].dtype == torch.float16 else None  # it overflows early
+        flags.append(~torch.stack(foreach_norm(each, 2.0, dtype=dtype)).isfinite().all())
+    return _on_one_device(flags).any() if flags else torch.zeros((), dtype=torch.bool)
+
+
+def _by_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return the entries by device and dtype; on the CPU in parts of at most ``WIDENED`` numbers."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for x in tensors:
+        if x.numel():
+            is_large = x.device.type == "cpu" and x.numel() > WIDENED and x.is_contiguous()
+            parts = x.view(-1).split(WIDENED) if is_large else (x,)
+            groups[x.device, x.dtype].extend(parts)
+    return list(groups.values())
+
+
+def _on_one_device(scalars: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return scalars as one tensor, on a GPU if some scalar is on one."""
+    device = next((x.device for x in scalars if x.device.type != "cpu"), scalars[0].device)
+    return torch.stack([x.to(device) for x in scalars])

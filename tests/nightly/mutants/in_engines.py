@@ -228,8 +228,8 @@ ENGINE_MUTANTS = (
     Mutant(
         "the norm of one dtype alone",
         "lightning_cp/utils/tensors.py",
-        "for each in groups.values()\n    ]",
-        "for each in list(groups.values())[:1]\n    ]",
+        "return list(groups.values())",
+        "return list(groups.values())[:1]",
         ("tests/unit/utils/test_tensors.py",),
         "Gradients of another dtype or device are neither clipped nor looked at for NaN.",
     ),

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from benchmarks.step_overhead import (
+    _WATCHED,
     HEAD,
     NAMES,
+    RESUME,
+    STEP,
     Job,
     OwnTime,
     Share,
@@ -88,10 +91,18 @@ def test_an_inherited_method_is_inherited_again() -> None:
     assert "method" not in vars(Child)
 
 
+def test_only_functions_of_the_package_are_charged() -> None:
+    """An inherited one would be charged with the backward of the model, or with its optimizer."""
+    ours = [(owner, attribute) for owner, attribute, name in _WATCHED if name in (STEP, RESUME)]
+    assert ours
+    for owner, attribute in ours:
+        assert getattr(owner, attribute).__module__.startswith("lightning_cp."), attribute
+
+
 def both_ways() -> list[tuple[StepTimes, StepTimes, float]]:
     """The runs of one rank, one document and packed, and how far the trained weights are apart."""
     found: list[tuple[StepTimes, StepTimes, float]] = []
-    for job in (TINY, Job(64, 3, hidden=32, layers=1, heads=4, hooks=True)):
+    for job in (TINY, Job(64, 3, hidden=32, layers=1, heads=4, hooks=True, states=2)):
         recorder = train_by_trainer(job, modes(2)["ring"], 2)
         steps, network = train_by_hand(job, recorder)
         pairs = zip(network.parameters(), recorder.network.parameters(), strict=True)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
@@ -331,6 +332,42 @@ def large(rank: int, world_size: int) -> int:
     trainer = trainer_of(world_size, RING)
     trainer.fit(module, loader(4))
     return trainer.global_step
+
+
+class Passes(TorchDispatchMode):
+    """Counts norms of lists of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += function.overloadpacket is torch.ops.aten._foreach_norm
+        return function(*args, **(kwargs or {}))
+
+
+def passes_of_steps(rank: int, world_size: int, settings: Settings) -> list[int]:
+    """The passes over gradients of each optimizer step."""
+    found: list[int] = []
+
+    class Counted(Small):
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            with Passes() as passes:
+                super().optimizer_step(*args, **kwargs)
+            found.append(passes.count)
+
+    trainer = trainer_of(world_size, settings, gradient_clip_val=0.5)
+    trainer.fit(Counted(), loader(4))
+    return found
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_a_clipped_step_reads_its_gradients_twice(engine: str) -> None:
+    """For the vote, and to clip; once for all parameters."""
+    settings: Settings = {**RING, "data_parallel": engine}
+    assert run_ranks(2, passes_of_steps, settings) == [[2, 2], [2, 2]]
 
 
 @pytest.mark.parametrize("value", ["yes", 1, None])
