@@ -190,6 +190,22 @@ DEVICE_MUTANTS = (
         "Messages arrive as soon as they are posted, and a missing wait is not noticed.",
     ),
     Mutant(
+        "the checks of several GPUs accept lost keys in narrow numbers",
+        "benchmarks/gpus/cells.py",
+        "_enlarge_outputs(self.model)",
+        "pass",
+        (f"{GPUS}::test_a_wrong_result_fails_the_line",),
+        "The kernels of long runs may lose what other ranks send, and the report says passed.",
+    ),
+    Mutant(
+        "a device that hangs need not be named",
+        "benchmarks/gpus/faults.py",
+        'elif kind == "device" and',
+        "elif False and",
+        (f"{GPUS}::test_ranks_end_as_they_have_to_or_the_line_fails",),
+        "The verdict may name the host, and the report says passed.",
+    ),
+    Mutant(
         "the check of one GPU accepts wrong exchanges of losses",
         "benchmarks/gpu_losses.py",
         "return not max(self.error, self.gradient_error) <= LIMITS[self.dtype]",
