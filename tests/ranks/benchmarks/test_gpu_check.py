@@ -36,7 +36,7 @@ from lightning_cp.bench.kernels import KernelRow
 from lightning_cp.bench.methods import AttentionCase
 from lightning_cp.bench.timers import Samples
 from lightning_cp.kernels.triton.blocks import BlockConfigs, Key
-from lightning_cp.utils.tensors import total_norm
+from lightning_cp.utils.tensors import has_infinite_norm
 from tests.helpers.pool import call_on_ranks
 
 XML = """<testsuites><testsuite name="pytest" tests="4">
@@ -402,8 +402,8 @@ def synchronisations() -> tuple[list[str], list[gpu_synchronisations.Synchronisa
     """A rehearsal in which each change of the mode waits, and each vote of the package."""
     modes: list[str] = []
     wait = partial(warnings.warn, "called a synchronizing CUDA operation")
-    here: dict[str, Any] = {"wait": wait, "total_norm": total_norm}
-    vote = "def norm(tensors):\n    wait()\n    return total_norm(tensors)"
+    here: dict[str, Any] = {"wait": wait, "has_infinite_norm": has_infinite_norm}
+    vote = "def norm(tensors):\n    wait()\n    return has_infinite_norm(tensors)"
     exec(compile(vote, str(gpu_synchronisations.OURS / "consistency" / "finite.py"), "exec"), here)
 
     def set_mode(mode: str, device_type: str) -> None:
@@ -412,7 +412,7 @@ def synchronisations() -> tuple[list[str], list[gpu_synchronisations.Synchronisa
 
     dist.destroy_process_group()
     with (
-        mock.patch("lightning_cp.consistency.finite.total_norm", here["norm"]),
+        mock.patch("lightning_cp.consistency.finite.has_infinite_norm", here["norm"]),
         mock.patch.object(gpu_synchronisations, "_set_debug_mode", set_mode),
         mock.patch.object(gpu_synchronisations, "ENGINES", ("ddp",)),
     ):
