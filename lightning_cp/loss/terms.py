@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import (
 )
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.utils.autograd_notes import NOTE, Count, Origin, origin_of
+from lightning_cp.utils.autograd_notes import NOTE, Count, Origin, graph_nodes, origin_of
 
 
 class LossTerms(NamedTuple):
@@ -93,33 +93,18 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
 
 def ignores_label(loss: torch.Tensor, label: int) -> bool:
     """True if the graph has a PyTorch loss function that ignores ``label``."""
-    ahead = [loss.grad_fn]
-    seen: set[Any] = set()
-    while ahead:
-        node: Any = ahead.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if _operator(node) in _NLL and _ignored(node) == label:
-            return True
-        ahead.extend(_sources(node))
-    return False
+    nodes = graph_nodes([loss.grad_fn], _sources)
+    return any(_operator(node) in _NLL and _ignored(node) == label for node in nodes)
 
 
 def has_sequence_values(loss: torch.Tensor) -> bool:
     """True if a loss is computed from values of whole sequences, among others; reads down to attention."""
-    ahead: list[Any] = [loss.grad_fn]
-    seen: set[Any] = set()
-    while ahead:
-        node = ahead.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        origin = origin_of(node)
-        if origin is Origin.SEQUENCE:
-            return True
-        ahead.extend(_sources(node) if origin is not Origin.TOKENS else ())
-    return False
+    nodes = graph_nodes([loss.grad_fn], _sources_above_attention)
+    return any(origin_of(node) is Origin.SEQUENCE for node in nodes)
+
+
+def _sources_above_attention(node: Any) -> list[Any]:
+    return [] if origin_of(node) is Origin.TOKENS else _sources(node)
 
 
 class LossFactors(NamedTuple):
@@ -390,44 +375,21 @@ def _joined_values(terms: Iterable[Any]) -> tuple[torch.Tensor, ...]:
     """
     found: list[torch.Tensor] = []
     for term in filter(_is_of_parameters, terms):
-        ahead, seen, joins = [term], dict[Any, None](), False
-        while ahead:
-            node = ahead.pop()
-            if node not in seen and not hasattr(node, "variable"):
-                seen[node] = None
-                joins |= _operator(node) in ("Add", "Sub", "Rsub") and len(_sources(node)) < 2
-                ahead.extend(_sources(node))
-        if joins:
-            found += [x for node in seen for x in _saved_tensors(node)]
+        nodes = [x for x in graph_nodes([term], _sources) if not hasattr(x, "variable")]
+        if any(_operator(x) in ("Add", "Sub", "Rsub") and len(_sources(x)) < 2 for x in nodes):
+            found += [x for node in nodes for x in _saved_tensors(node)]
     return tuple({id(x): x for x in found}.values())
 
 
 def _numbers_within(terms: Iterable[Any]) -> list[float]:
     """Return the numbers that parameters are multiplied or divided by within parameter terms."""
-    ahead = [*filter(_is_of_parameters, terms)]
-    found: list[float] = []
-    seen: set[Any] = set()
-    while ahead:
-        node = ahead.pop()
-        if node not in seen and not hasattr(node, "variable"):
-            seen.add(node)
-            found += _numbers_of(node) if _operator(node) in ("Mul", "Div") else []
-            ahead.extend(_sources(node))
-    return found
+    nodes = graph_nodes(filter(_is_of_parameters, terms), _sources)
+    return [x for node in nodes if _operator(node) in ("Mul", "Div") for x in _numbers_of(node)]
 
 
 def _unshard_nodes(terms: Iterable[Any]) -> tuple[Any, ...]:
     """Return the nodes of ``unshard`` values that terms are computed from, in the order of the graph."""
-    ahead = list(terms)
-    found: list[Any] = []
-    seen: set[Any] = set()
-    while ahead:
-        node = ahead.pop()
-        if node not in seen:
-            seen.add(node)
-            found += [node] if origin_of(node) is Origin.SEQUENCE else []
-            ahead.extend(_inputs(node))
-    return tuple(found)
+    return tuple(x for x in graph_nodes(terms, _inputs) if origin_of(x) is Origin.SEQUENCE)
 
 
 def _saved_tensors(node: Any) -> list[torch.Tensor]:

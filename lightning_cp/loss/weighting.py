@@ -29,6 +29,7 @@ from lightning_cp.loss.counts import COUNTS, MORE_TOKENS, NUMBER
 from lightning_cp.loss.terms import declared_count, has_sequence_values
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.randomness.token_draws import find_token_dims
+from lightning_cp.utils.autograd_notes import graph_nodes
 from lightning_cp.utils.tensors import to_list
 
 
@@ -67,18 +68,12 @@ def check_connected(loss: torch.Tensor | None) -> None:
     Raises:
         ConfigError: no loss, or one whose graph has no parameter.
     """
-    ahead: list[Any] = [loss.grad_fn] if loss is not None else []
-    seen: set[Any] = set()
-    while ahead:
-        node = ahead.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    end = [] if loss is None else [loss.grad_fn]
+    for node in graph_nodes(end, lambda node: (source for source, _ in node.next_functions)):
         leaf = getattr(node, "variable", None)
         # A scalar that is not a parameter is a constant.
         if leaf is not None and (leaf.dim() or isinstance(leaf, torch.nn.Parameter)):
             return
-        ahead.extend(source for source, _ in node.next_functions)
     shown = (
         "no loss"
         if loss is None

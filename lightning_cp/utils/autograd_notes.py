@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import Any
 
@@ -33,3 +34,19 @@ def note_origin(x: torch.Tensor, origin: Origin | Count) -> None:
 def origin_of(node: Any) -> Origin | Count | None:
     """Return the note of a node."""
     return node.metadata.get(NOTE)
+
+
+def graph_nodes(starts: Iterable[Any], sources: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
+    """Yield each node of a graph once, from its end.
+
+    Args:
+        starts: the nodes to begin with; ``None`` among them is left out.
+        sources: returns the nodes to continue with behind a node.
+    """
+    ahead, seen = list(starts), set[Any]()
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            ahead.extend(sources(node))
