@@ -72,7 +72,7 @@ class AttentionPlan:
         """Work of this ring rank on the keys of each ring rank, its own first."""
         return ring_hops(self.schedule, self.mesh.ring_rank, self.exchange.name)
 
-    @property
+    @cached_property
     def rotates(self) -> bool:
         """True if keys go around the ring from rank to rank, and the sums of their gradients too."""
         return self.exchange.name == "rotation"

@@ -27,8 +27,8 @@ class Transfer:
 
     def wait(self) -> torch.Tensor | None:
         """Block until both directions are done and return the received tensor, if there is one."""
-        for work in self.works:
-            wait_for(work)
+        if self.works:
+            wait_for(*self.works)
         self.works, self.sent = [], None
         return self.received
 

@@ -7,13 +7,14 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 marks: tuple[Callable[[bool], None], ...] = ()
-"""Called with True before a stream waits for a message, and with False after it; replaced as a whole."""
+"""Called with True before a stream waits for messages, and with False after it; replaced as a whole."""
 
 
-def wait_for(work: dist.Work) -> None:
-    """Have the present stream wait for a message; a CPU waits itself."""
+def wait_for(*works: dist.Work) -> None:
+    """Have the present stream wait for messages; a CPU waits itself."""
     for mark in marks:
         mark(True)
-    work.wait()
+    for work in works:
+        work.wait()
     for mark in marks:
         mark(False)

@@ -288,7 +288,8 @@ class GradientSum:
         if self._sum is None:
             self.begin(row, start, end)[batch_rows(row), start:end] = part
             return
-        self.total[batch_rows(row), start:end] += part
+        self._sum = self._like = total = self._sum.to(self.dtype)
+        total[batch_rows(row), start:end] += part
 
 
 class GradientSums(NamedTuple):

@@ -54,14 +54,14 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
         node = ahead.pop()
         if node is None:
             continue
-        count = _count_of(node)
-        sources, operator = _sources(node), _operator(node)
+        sources, operator, origin = _sources(node), _operator(node), origin_of(node)
+        count = _count_of(node, operator, origin)
         if count is not None:
             if _is_of_sequence(sources):
                 shared.append(node)
             else:
                 counts.append(count)
-        elif origin_of(node) is Origin.SEQUENCE:
+        elif origin is Origin.SEQUENCE:
             shared.append(node)
         elif operator in _LINEAR:
             numbers += [node._saved_alpha] if getattr(node, "_saved_alpha", 1) != 1 else []
@@ -237,12 +237,11 @@ def _producer(node: Any, number: int) -> Any:
     return node
 
 
-def _count_of(node: Any) -> Count | None:
+def _count_of(node: Any, operator: str, origin: Origin | Count | None) -> Count | None:
     """Return the count of a node that is a mean over targets, or ``None``."""
-    origin = origin_of(node)
     if origin is not None and not isinstance(origin, Origin):
         return origin
-    if _operator(node) in _NLL and node._saved_reduction == 1:
+    if operator in _NLL and node._saved_reduction == 1:
         return targets_of(node._saved_target, node._saved_weight, _ignored(node))
     return None
 

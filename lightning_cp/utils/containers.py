@@ -43,8 +43,8 @@ def nodes_of(value: Any) -> list[tuple[str, Any]]:
         name, node = ahead.pop()
         found.append((name or ROOT, node))
         if not isinstance(node, torch.Tensor):
-            inside = [(f"{name}.{key}" if name else str(key), x) for key, x in items_of(node)]
-            ahead += reversed(inside)
+            for key, inner in reversed(items_of(node)):
+                ahead.append((f"{name}.{key}" if name else str(key), inner))
     return found
 
 

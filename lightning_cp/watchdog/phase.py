@@ -124,7 +124,8 @@ class Position:
     def record_work(self, *_: Any) -> None:
         """Count progress of the host, and later that of the device, once it has done the same work."""
         self.count += 1
-        self._record()
+        if self.device is not None:
+            self._record()
 
     def mark_wait(self, waits: bool) -> None:
         """Record that the device goes to wait for other ranks, or that it has what it waited for."""

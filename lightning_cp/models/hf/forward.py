@@ -44,19 +44,19 @@ _HEADS = re.compile(r"For(MultipleChoice|NextSentencePrediction)$")
 _POOLED = "pooler_output"
 
 
-def check_head(model: Any, call: Mapping[str, Any], *, is_known: bool = False) -> None:
+def check_head(model: Any, call: Mapping[str, Any], head: RowHead | None = None) -> None:
     """Check, before a call, that the model's values per sequence are of whole ones.
 
     Args:
         model: the model.
         call: its arguments by name.
-        is_known: it has one value per row, of a token that is found on any rank.
+        head: of a model with one value per row.
 
     Raises:
         ConfigError: naming the class.
     """
     name = type(model).__name__
-    if _HEADS.search(name) or (has_row_head(model) and not is_known):
+    if _HEADS.search(name) or (head is not None and not head.is_supported):
         raise ConfigError(
             f"{name} makes one value of a sequence, from tokens that only some ranks have. What works: the "
             "model without its head, and self.sequence_pick(hidden, index) or sequence_mean in the step, "
@@ -220,8 +220,7 @@ class CallCheck:
         self, model: Any, parameters: Parameters, call: dict[str, Any], state: StepState
     ) -> None:
         _check_no_cache_or_weights(model, call)
-        head = self._heads.get(model)
-        check_head(model, call, is_known=head is not None and head.is_supported)
+        check_head(model, call, self._heads.get(model))
         if self._counts_alone:
             check_takes_positions(model, call)
         check_call(state, model, call, self._before)

@@ -66,7 +66,7 @@ def test_eight_ranks_round_as_one_does(grid: Grid, kernel: str) -> None:
 @pytest.mark.parametrize(
     "grid", [Grid(4), Grid(8), Grid(4, kind="contiguous"), Grid(2, 2)], ids=str
 )
-def test_key_gradients_in_the_compute_dtype_round_each_part_once(grid: Grid) -> None:
+def test_gradients_travel_rounded(grid: Grid) -> None:
     """Only dk and dv change, by at most one rounding more; float32 gradients stay bit for bit the same."""
     narrow = replace(grid, exchange=NARROW)
     one = replace(PROBLEMS[0], dtype=torch.float32)
@@ -76,8 +76,8 @@ def test_key_gradients_in_the_compute_dtype_round_each_part_once(grid: Grid) -> 
     wide, rounded = measured(grid, "reference"), measured(narrow, "reference")
     for exact, less in zip(wide, rounded, strict=True):
         assert all(less[name] == exact[name] for name in ("out", "dq"))
-        for name in ("dk", "dv"):
-            print(grid, name, exact[name], less[name])
+        for name in ("dk", "dv"):  # two roundings of one size add up to sqrt(2) of one
+            assert exact[name] < less[name] < 2**0.5 * exact[name], name
 
 
 @pytest.mark.nightly
