@@ -65,6 +65,10 @@ class Request:
         return self.head_dim, self.head_dim if self.value_dim is None else self.value_dim
 
 
+_WORDS = {"full": "full", "causal": "causal", "band": "window"}
+"""Mask kinds in messages."""
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """Exact capabilities that a kernel declares."""
@@ -102,9 +106,9 @@ class Capabilities:
             if dim % self.head_dim_multiple:
                 return f"takes head dims divisible by {self.head_dim_multiple}, not {dim}"
         if missing := request.masks - self.masks:
-            return f"has no {join_sorted(missing)} mask"
+            return f"has no {join_sorted(_WORDS[mask] for mask in missing)} mask"
         if "band" in request.masks and self.no_bands is not None and (reason := self.no_bands()):
-            return f"has no band mask: {reason}"
+            return f"has no window mask: {reason}"
         if missing := request.needs - self.features:
             return f"has no {join_sorted(missing)}"
         if request.packed and self.no_packs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -359,6 +360,24 @@ def _concatenate(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
 FILE_BYTES = 5_000_000_000
 REPLACEABLE = (INDEX, "config.json", "generation_config.json")
 """Files that may be in a folder to be replaced, beside safetensors files and those that are written now."""
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *(
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "tokenizer.model",
+        "spiece.model",
+        "sentencepiece.bpe.model",
+    ),
+    *(
+        "chat_template.jinja",
+        "chat_template.json",
+        "processor_config.json",
+        "preprocessor_config.json",
+    ),
+)
+"""Files of transformers' tokenizers and processors: they stay in a folder that is replaced."""
 
 
 def export_pretrained(
@@ -389,7 +408,7 @@ def export_pretrained(
         prefix: removed from the model's names; by default that of the network from transformers in it.
         file_bytes: the limit of a file's size, unless one tensor is larger.
         overwrite: replace an existing folder, if it holds only such files, or others that this export
-            writes.
+            writes. A tokenizer's files stay.
 
     Returns:
         The folder.
@@ -419,6 +438,7 @@ def export_pretrained(
             writer.try_to(partial(_save_adapters, made.network, tensors))
         else:
             writer.write(made)
+        writer.try_to(partial(_copy_tokenizer, target))
         writer.try_to(partial(_finish, made))
         writer.try_to(partial(_check_free, target, overwrite))  # writing may have taken hours
         writer.try_to(lambda folder: put_in_place(folder, target))
@@ -500,8 +520,15 @@ def _is_replaced(x: Path, target: Path, staged: Path) -> bool:
     again = staged / x.relative_to(target)
     if x.is_dir():
         return again.is_dir() and not x.is_symlink()
-    ours = x.parent == target and (x.suffix == ".safetensors" or x.name in REPLACEABLE)
-    return ours or again.is_file()
+    known = x.suffix == ".safetensors" or x.name in (*REPLACEABLE, *TOKENIZER_FILES)
+    return (known and x.parent == target) or again.is_file()
+
+
+def _copy_tokenizer(target: Path, staged: Path) -> None:
+    """Copy the files of a tokenizer from the folder that is replaced, except those just written."""
+    for name in TOKENIZER_FILES:
+        if (target / name).is_file() and not (staged / name).exists():
+            shutil.copy2(target / name, staged / name)
 
 
 def _finish(made: ExportPlan, staged: Path) -> None:

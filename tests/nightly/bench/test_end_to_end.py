@@ -62,7 +62,7 @@ def test_tables(done: Run) -> None:
     assert max(map(len, tables)) <= 110
     assert done.output.count("FLOP convention: 4 x head dim x heads") == 1
     assert "- triton: is for tests on cpu" in lines
-    assert "- aten_cpu_flash, window: has no band mask" in lines
+    assert "- aten_cpu_flash, window: has no window mask" in lines
     for suite in ("bench.json", "hardware.json", *(f"{suite}.png" for suite in SUITES)):
         assert any(line.endswith(f"run0/{suite}") for line in lines)
 

@@ -94,7 +94,7 @@ MODEL_MUTANTS = (
         "lightning_cp/parity/compare.py",
         "MARGIN = 2\n",
         "MARGIN = 2000\n",
-        ("tests/ranks/parity/test_faults.py::test_faults_are_no_rounding",),
+        ("tests/unit/parity/test_rounding.py",),
         "In bfloat16 a fault would be taken for rounding.",
     ),
     Mutant(

@@ -133,7 +133,7 @@ SETTINGS: dict[str, tuple[Change, str]] = {
     ),
     "a window that the kernel lacks": (
         {"kernel": "aten_cpu_flash", "spec": AttentionSpec(window=(3, 0))},
-        "aten_cpu_flash has no band mask",
+        "aten_cpu_flash has no window mask",
     ),
     "a dtype that no kernel takes": (
         dict.fromkeys(("q", "k", "v"), tensor(dtype=torch.int32)),

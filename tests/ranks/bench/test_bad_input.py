@@ -60,7 +60,10 @@ REFUSED = [
         r"measure on cpu with float32, head dim 64, full.\n  triton: is for tests on cpu\n"
         "kernel=auto takes every kernel that can run here.$",
     ),
-    (("kernel=aten", "masks=[window]"), "(?s)nothing to measure.*aten_cpu_flash: has no band mask"),
+    (
+        ("kernel=aten", "masks=[window]"),
+        "(?s)nothing to measure.*aten_cpu_flash: has no window mask",
+    ),
     (("documents=0", "masks=[packed]"), "masks=.packed. needs documents, and documents=0"),
     (("kernel=flash",), "unknown kernel flash. Known: auto, aten, flash_attn, flash_attn_3"),
     (

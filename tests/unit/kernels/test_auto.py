@@ -129,7 +129,7 @@ def test_windows_are_left_to_others_where_the_activated_implementation_has_none(
     band = replace(CAUSAL, masks=frozenset({"causal", "band"}))
     assert select_kernel("auto", CAUSAL, LONG).name == "aten_cuda_flash"
     assert select_kernel("auto", band, LONG).name != "aten_cuda_flash"
-    with pytest.raises(ConfigError, match=r"has no band mask: FA4, which.*before torch 2\.12"):
+    with pytest.raises(ConfigError, match=r"has no window mask: FA4, which.*before torch 2\.12"):
         select_kernel("aten_cuda_flash", band, LONG)
     monkeypatch.setattr(devices, "FA4_HAS_WINDOWS", True)
     assert select_kernel("auto", band, LONG).name == "aten_cuda_flash"

@@ -122,7 +122,7 @@ def answered(kernel: Kernel, cell: Cell) -> Answer:
 def test_cell(cell: Cell) -> None:
     kernel = kernels()[cell.kernel]
     refusal = kernel.capabilities.refusal(cell.request)
-    if refusal is not None and "has no band mask" in refusal:
+    if refusal is not None and "has no window mask" in refusal:
         assert cell.window  # the documented error
         return
     if refusal is not None:

@@ -73,8 +73,8 @@ def test_chosen(name: str, request_: Request, chosen: str) -> None:
         ("triton", replace(CUDA, dtype=torch.float64), "triton takes .*, not torch.float64"),
         ("aten_cuda_flash", replace(CUDA, head_dim=264), "takes head dims up to 256, not 264"),
         ("aten_cuda_flash", replace(CUDA, head_dim=20), "takes head dims divisible by 8, not 20"),
-        ("aten_cpu_flash", replace(CPU, masks=WINDOW), "aten_cpu_flash has no band mask"),
-        ("aten_cuda_cudnn", replace(CUDA, masks=WINDOW), "aten_cuda_cudnn has no band mask"),
+        ("aten_cpu_flash", replace(CPU, masks=WINDOW), "aten_cpu_flash has no window mask"),
+        ("aten_cuda_cudnn", replace(CUDA, masks=WINDOW), "aten_cuda_cudnn has no window mask"),
         (
             "aten_cuda_cudnn",
             replace(CUDA, packed=True),

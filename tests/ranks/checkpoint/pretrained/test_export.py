@@ -200,7 +200,7 @@ def test_folders_that_are_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the folder made is not empty"):
         export_pretrained(model, target)
     export_pretrained(model, target, overwrite=True)
-    for name in ("thesis.tex", "tokenizer.json", "model.safetensors.bak"):
+    for name in ("thesis.tex", "tokens.json", "model.safetensors.bak"):
         (target / name).write_text("years of work")
         with pytest.raises(
             ConfigError, match=f"made holds {name}, which this export does not write"
@@ -212,6 +212,27 @@ def test_folders_that_are_there(tmp_path: Path) -> None:
         (target / name).unlink()
     (tmp_path / "empty").mkdir()
     export_pretrained(model, tmp_path / "empty")
+
+
+def test_a_tokenizer_in_the_folder_stays(tmp_path: Path) -> None:
+    """A script that saves one beside its model runs twice."""
+    target = tmp_path / "made"
+    for width in (2, 3):
+        model = nn.Linear(width, width)
+        export_pretrained(model, target, overwrite=True)
+        tokenizer = [
+            target / name for name in ("tokenizer.json", "merges.txt", "chat_template.jinja")
+        ]
+        assert [x.exists() for x in tokenizer] == [width == 3] * 3
+        for x in tokenizer:
+            x.write_text(f"{x.name}: {width}")
+    export_pretrained(nn.Linear(4, 4), target, overwrite=True)
+    assert [x.read_text() for x in tokenizer] == [f"{x.name}: 3" for x in tokenizer]
+    load_pretrained(nn.Linear(4, 4), target, progress=False)
+    (target / "audio").mkdir()
+    (target / "audio" / "tokenizer.json").write_text("of another model")
+    with pytest.raises(ConfigError, match=r"made holds audio, which this export does not write"):
+        export_pretrained(nn.Linear(4, 4), target, overwrite=True)
 
 
 class Processor:
