@@ -1,7 +1,8 @@
-"""Losses of whole rows and of drawn targets, by engines and features of a Trainer: one process's weights."""
+"""Losses of whole rows and of drawn targets in Trainer and Fabric, by engines and features: one process's."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import product
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.fabric import Fabric
 from torch.utils.data import DataLoader
 
 from lightning_cp import ContextParallelMixin
+from lightning_cp.fabric import UlyssesRingStrategy
 from tests.helpers.pool import run_ranks
+from tests.helpers.pool.environment import PoolEnvironment
 from tests.helpers.strategies.small import (
     HYBRID,
     LENGTH,
@@ -132,9 +136,12 @@ KINDS: dict[str, Callable[[Model, Batch], torch.Tensor]] = {
 GRIDS: dict[str, tuple[int, Settings]] = {
     "ring2": (2, RING),
     "ring3": (3, RING3),
+    "ring4": (4, {"ring_size": 4, "ulysses_size": 1}),
     "ulysses2": (2, ULYSSES),
     "hybrid4": (4, HYBRID),
-    "llama3": (2, {**RING, "mode": "zigzag_llama3"}),
+    "llama3 2": (2, {**RING, "mode": "zigzag_llama3"}),
+    "llama3 3": (3, {**RING3, "mode": "zigzag_llama3"}),
+    "llama3 4": (4, {"ring_size": 4, "ulysses_size": 1, "mode": "zigzag_llama3"}),
 }
 ENGINES: dict[str, tuple[int, Settings]] = {
     "ddp": (1, {}),
@@ -159,6 +166,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "compiled": {},
     "packed": {},
 }
+LOOPED = ("plain", "accumulated", "clipped", "bf16", "recomputed", "packed")
+"""Features of loops of Fabric."""
+worst: dict[tuple[str, str, str, str], float] = defaultdict(float)
+"""Largest error of a weight's change, relative to the largest change: by program, loss, grid and engine."""
 
 
 def batches(feature: str, labels: str, *, alone: bool) -> list[Batch]:
@@ -230,6 +241,42 @@ def trained(
     return weights(module).double() - before
 
 
+def looped(rank: int, world_size: int, settings: Settings, kind: str, feature: str) -> torch.Tensor:
+    """The change of all weights in a loop of Fabric."""
+    labels = "aligned" if kind == "mixed" else "none"
+    module, options = Model(kind, "plain"), FEATURES[feature]
+    if feature == "bf16":
+        module.float()
+        torch.set_default_dtype(torch.float32)
+    if feature == "recomputed":
+        settings = {**settings, "activation_checkpointing": "blocks"}
+    before = weights(module).double()
+    strategy = UlyssesRingStrategy(**{"labels": labels, **settings})
+    fabric = Fabric(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=strategy,
+        plugins=[PoolEnvironment()],
+        precision=options.get("precision"),
+    )
+    fabric.launch()
+    model, optimizer = fabric.setup(module, module.configure_optimizers())
+    window = options.get("accumulate_grad_batches", 1)
+    for at, batch in enumerate(batches(feature, labels, alone=False)):
+        waits = (at + 1) % window > 0
+        with fabric.no_backward_sync(model, enabled=waits):
+            loss = model.training_step(strategy.shard_batch(batch), at)
+            fabric.backward(loss / window)
+        if waits:
+            continue
+        if "gradient_clip_val" in options:
+            fabric.clip_gradients(model, optimizer, max_norm=options["gradient_clip_val"])
+        optimizer.step()
+        optimizer.zero_grad()
+    strategy.end_step()
+    return weights(module).double() - before
+
+
 @lru_cache(maxsize=64)
 def alone(kind: str, feature: str, data: int, wide: bool = False) -> torch.Tensor:
     return run_ranks(1, trained, None, kind, feature, data, wide)[0]
@@ -244,28 +291,53 @@ CELLS = [cell for cell in product(KINDS, GRIDS, ENGINES, FEATURES) if is_possibl
 QUICK = [
     ("sum", "ring2", "ddp", "accumulated"),
     ("count", "ring3", "ddp", "packed"),
-    ("mixed", "llama3", "fsdp", "clipped"),
+    ("mixed", "llama3 2", "fsdp", "clipped"),
 ]
-CHOSEN = [CELLS[at] for at in sorted(pairwise_cells(CELLS, {CELLS.index(cell) for cell in QUICK}))]
+QUICK_LOOPS = [("pick", "llama3 3", "ddp", "accumulated"), ("mean", "ulysses2", "zero1", "clipped")]
+
+
+def cells_of(cells: list[tuple[str, ...]], quick: list[tuple[str, ...]]) -> list[Any]:
+    """The quick cells, and with them every pair of values, nightly."""
+    more = [cells[at] for at in sorted(pairwise_cells(cells, {cells.index(x) for x in quick}))]
+    return [
+        *(pytest.param(*cell) for cell in quick),
+        *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in more),
+    ]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("kind", "grid", "engine", "feature"), cells_of(CELLS, QUICK))
+def test_weights_are_those_of_one_process(kind: str, grid: str, engine: str, feature: str) -> None:
+    (shared, mode), (data, of_engine) = GRIDS[grid], ENGINES[engine]
+    settings = {**mode, **of_engine}
+    found = run_ranks(shared * data, trained, settings, kind, feature, timeout=200)
+    check(found, "Trainer", kind, grid, engine, feature)
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("kind", "grid", "engine", "feature"),
-    [
-        pytest.param(*cell, marks=[] if cell in QUICK else [pytest.mark.nightly])
-        for cell in [*QUICK, *CHOSEN]
-    ],
+    cells_of([cell for cell in CELLS if cell[3] in LOOPED], QUICK_LOOPS),
 )
-def test_weights_are_those_of_one_process(kind: str, grid: str, engine: str, feature: str) -> None:
+def test_weights_of_a_loop(kind: str, grid: str, engine: str, feature: str) -> None:
     (shared, mode), (data, of_engine) = GRIDS[grid], ENGINES[engine]
     settings = {**mode, **of_engine}
-    found = run_ranks(shared * data, trained, settings, kind, feature, timeout=200)
+    found = run_ranks(shared * data, looped, settings, kind, feature, timeout=200)
+    check(found, "Fabric", kind, grid, engine, feature)
+
+
+def check(
+    found: list[torch.Tensor], program: str, kind: str, grid: str, engine: str, feature: str
+) -> None:
+    data = ENGINES[engine][0]
     if feature != "bf16":
         want = alone(kind, feature, data)
         assert want.norm() > 1e-4
         for got in found:
             close(got, want)
+            error = float((got - want).abs().max() / want.abs().max())
+            key = (program, kind, grid, engine)
+            worst[key] = max(worst[key], error)
         return
     # As near to float64 as one process is in the same precision, which rounds as often.
     exact = alone(kind, feature, data, True)
