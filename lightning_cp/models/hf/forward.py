@@ -65,7 +65,9 @@ def check_head(model: Any, call: Mapping[str, Any], head: RowHead | None = None)
     if call.get("start_positions") is not None or call.get("end_positions") is not None:
         raise ConfigError(
             f"{name} is called with start_positions or end_positions: its loss is a softmax over tokens, of "
-            "which a rank has a part. Call it without, in predict_step; train without context parallelism."
+            "which a rank has a part. Call it without them, with labels='none', and write the loss: "
+            "F.cross_entropy(self.unshard(output.start_logits), starts), and the same of the ends; logits of "
+            "padding are -inf."
         )
 
 

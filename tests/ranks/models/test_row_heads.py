@@ -8,6 +8,7 @@ from unittest.mock import PropertyMock, patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.fabric import Fabric
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -64,6 +65,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "cls_token_id": 1,
         "sep_token_id": 2,
     },
+}
+ANSWERS: dict[str, dict[str, Any]] = {
+    "BertForQuestionAnswering": ENCODER,
+    "LlamaForQuestionAnswering": {},
 }
 
 
@@ -190,6 +195,64 @@ def test_a_token_that_the_mask_excludes_is_refused_by_name(ranks: int) -> None:
         error=ConfigError,
         match="position 28 of row 0, .* not pad_token_id=2, but attention_mask excludes it.*Set config",
     )
+
+
+def answered(
+    rank: int, world_size: int, settings: Settings | None, name: str, sides: str
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Two steps on the tokens where an answer begins and ends, as the refusal of these arguments advises.
+
+    One process takes the model's own loss of rows without padding, which it does not exclude.
+    """
+    torch.manual_seed(3)
+    if settings is None:
+        alone()
+    strategy: Any = "auto" if settings is None else UlyssesRingStrategy(labels="none", **settings)
+    plugins: Any = [] if settings is None else [PoolEnvironment()]
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy, plugins=plugins)
+    fabric.launch()
+    made = make(name, Case(), **ANSWERS[name]).double()
+    model: Any
+    model, optimizer = fabric.setup(made, torch.optim.SGD(made.parameters(), lr=0.1))
+    losses: list[torch.Tensor] = []
+
+    def softmax(logits: torch.Tensor, mask: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        real = logits.masked_fill(mask == 0, -torch.inf)
+        return F.cross_entropy(real if settings is None else strategy.unshard(real), at)
+
+    for batch in batches("classes", sides):
+        ends = batch.pop("labels") + 7
+        part = batch if settings is None else strategy.shard_batch(batch)
+        if settings is None and not sides:
+            loss = model(**part, start_positions=ends - 5, end_positions=ends).loss
+        else:
+            output, mask = model(**part), part["attention_mask"]
+            starts = softmax(output.start_logits, mask, ends - 5)
+            loss = (starts + softmax(output.end_logits, mask, ends)) / 2
+        fabric.backward(loss)
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    if settings is not None:
+        strategy.end_step()
+    return losses, {n: whole(p.detach()).clone() for n, p in made.named_parameters()}
+
+
+@pytest.mark.quick("ring 3-right-Bert*", "ulysses 2--Llama*")
+@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize("sides", ["", "right"])
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [(3, RING3), (2, ULYSSES), (2, {**RING, "data_parallel": "fsdp"})],
+    ids=["ring 3", "ulysses 2", "fsdp"],
+)
+def test_answers_are_a_softmax_over_whole_rows(
+    ranks: int, settings: Settings, name: str, sides: str
+) -> None:
+    losses, weights = run_ranks(1, answered, None, name, sides)[0]
+    for got, of_rank in run_ranks(ranks, answered, settings, name, sides):
+        torch.testing.assert_close(got, losses, rtol=1e-10, atol=1e-11)
+        torch.testing.assert_close(of_rank, weights, rtol=1e-10, atol=1e-11)
 
 
 def test_the_loss_of_a_model_without_a_head_is_not_read() -> None:
