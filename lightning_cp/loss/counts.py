@@ -116,11 +116,20 @@ class SharedValues:
     @property
     def votes(self) -> tuple[list[str], list[str], list[str]]:
         """Texts that are compared in every step; waits for the device."""
+        return self.texts(self.digits, self.value_digits)
+
+    def texts(
+        self, digits: int = 17, value_digits: int = 17
+    ) -> tuple[list[str], list[str], list[str]]:
+        """Return the joined values, the gradients and the loss as texts; waits for the device.
+
+        Short texts of two near values may differ by a digit: where a vote finds that, all digits decide.
+        """
         gradients = self.gradients if self.gradients and float(self.weighted) else []
         return (
             format_values(self.joined, 17),
-            format_values(gradients, self.digits),
-            format_values(self.value, self.value_digits),
+            format_values(gradients, digits),
+            format_values(self.value, value_digits),
         )
 
     def factors_by(self, ratios: Iterable[float]) -> list[str]:
@@ -299,7 +308,7 @@ class TargetCounts:
         Raises:
             ConfigError: on every rank, with both numbers.
         """
-        own = [(each.votes[2], each.value_digits) for each in self._shared]
+        own = [(each.texts()[2], each.value_digits) for each in self._shared]
         for _, (first, of_ranks) in gather_by_sample(own, group, sample_size):
             values, digits = of_ranks[0]
             for rank, (others, _) in enumerate(of_ranks):
@@ -311,10 +320,11 @@ class TargetCounts:
 
     def shared_difference(self, group: dist.ProcessGroup, sample_size: int) -> str | None:
         """Return the start of a message if shared values differ by more than rounding. Collective."""
-        own = [each.votes for each in self._shared]
-        for at, (first, of_ranks) in gather_by_sample(own, group, sample_size):
-            for kind, said, digits in ((0, JOINED, 17), (1, GATHERED, self._shared[at].digits)):
-                found = [(first + rank, x[kind]) for rank, x in enumerate(of_ranks) if x[kind]]
+        own = [(each.texts(), each.digits) for each in self._shared]
+        for _, (first, of_ranks) in gather_by_sample(own, group, sample_size):
+            fewest = min(digits for _, digits in of_ranks)  # a rank without targets has no gradient
+            for kind, said, digits in ((0, JOINED, 17), (1, GATHERED, fewest)):
+                found = [(first + rank, x[kind]) for rank, (x, _) in enumerate(of_ranks) if x[kind]]
                 for rank, values in found[1:]:
                     apart = first_difference(found[0][1], values, digits)
                     if apart is not None:

@@ -245,6 +245,7 @@ def looped(rank: int, world_size: int, settings: Settings, kind: str, feature: s
     """The change of all weights in a loop of Fabric."""
     labels = "aligned" if kind == "mixed" else "none"
     module, options = Model(kind, "plain"), FEATURES[feature]
+    rows = batches(feature, labels, alone=False)  # in float64, as those of one process
     if feature == "bf16":
         module.float()
         torch.set_default_dtype(torch.float32)
@@ -262,7 +263,7 @@ def looped(rank: int, world_size: int, settings: Settings, kind: str, feature: s
     fabric.launch()
     model, optimizer = fabric.setup(module, module.configure_optimizers())
     window = options.get("accumulate_grad_batches", 1)
-    for at, batch in enumerate(batches(feature, labels, alone=False)):
+    for at, batch in enumerate(rows):
         waits = (at + 1) % window > 0
         with fabric.no_backward_sync(model, enabled=waits):
             loss = model.training_step(strategy.shard_batch(batch), at)
