@@ -46,8 +46,8 @@ ENGINE_MUTANTS = (
         f"{ENGINES}/fsdp_gradients.py",
         "        output = leave_forward(root, args, output)\n        self.shard()\n",
         "        output = leave_forward(root, args, output)\n",
-        (CURRENT + "[zero1-ChangesAfterPart]",),
-        "Weights that a hook changes after it are lost.",
+        (OUTSIDE + "test_calls_in_hooks_equal_those_of_one_process[fsdp-on_train_batch_end-grad]",),
+        "The next call between steps reads weights of before the step.",
     ),
     Mutant(
         "whole parameters outlive a step within a method",
