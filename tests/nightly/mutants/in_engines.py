@@ -42,14 +42,6 @@ ENGINE_MUTANTS = (
         "The next step is taken for a part of the call that failed.",
     ),
     Mutant(
-        "parameters stay whole after a call between steps",
-        f"{ENGINES}/fsdp_gradients.py",
-        "        output = leave_forward(root, args, output)\n        self.shard()\n",
-        "        output = leave_forward(root, args, output)\n",
-        (OUTSIDE + "test_calls_in_hooks_equal_those_of_one_process[fsdp-on_train_batch_end-grad]",),
-        "The next call between steps reads weights of before the step.",
-    ),
-    Mutant(
         "whole parameters outlive a step within a method",
         f"{ENGINES}/fsdp_gradients.py",
         "            self._shard_all()  # also within a method\n",
