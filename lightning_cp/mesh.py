@@ -249,6 +249,16 @@ class ContextParallelMesh:
         return f"ContextParallelMesh({sizes}, device_type={self.device_type})"
 
 
+class SingleRankMesh(ContextParallelMesh):
+    """The mesh of a rank that shares nothing, without process groups."""
+
+    def __init__(self, device_type: str) -> None:
+        self.sizes = dict.fromkeys(Axis, 1)
+        self.device_type = device_type
+        self._ranks = dict.fromkeys((*Axis, *Flat), 0)
+        self._destroyed = True
+
+
 def _check_sizes(sizes: dict[Axis, int]) -> None:
     for axis, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import astuple
-from typing import Literal, Required, TypedDict, overload
+from typing import Literal, Protocol, TypedDict, overload
 
 import torch
 from typing_extensions import Unpack
 
 from lightning_cp.attention.checkpointing import current_stash
-from lightning_cp.attention.function import attend
+from lightning_cp.attention.function import attend, cast_as_autocast
 from lightning_cp.attention.plan import (
     AttentionPlan,
     check_call,
@@ -20,20 +21,48 @@ from lightning_cp.attention.plan import (
 from lightning_cp.attention.ring_flash_attn_support import DELEGATED_KERNELS, delegate
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.comm.consensus import check_equal, fingerprint
+from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.auto import tiles_of
 from lightning_cp.kernels.select import explain_kernels
 from lightning_cp.layout import HeadSplit, SequenceLayout
 from lightning_cp.layout.axes import Flat
 from lightning_cp.layout.exchange import Exchange
-from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.mesh import ContextParallelMesh, SingleRankMesh
 from lightning_cp.utils.tracing import exclude_from_compile
+
+
+class AttentionStep(Protocol):
+    """An active step of a strategy."""
+
+    @property
+    def intercepts(self) -> bool:
+        """True if attention is over the whole sequence."""
+        ...
+
+    def attention(
+        self, q_BLHD: torch.Tensor, k_BLKD: torch.Tensor, v_BLKD: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor: ...
+
+
+_steps: list[weakref.ref[AttentionStep]] = []
+"""The active steps, the latest last; weak, as a global must not keep a model alive."""
+
+
+def begin_attention_step(step: AttentionStep) -> None:
+    """Make calls of ``context_parallel_attention`` without a mesh those of this step."""
+    _steps.append(weakref.ref(step))
+
+
+def end_attention_step(step: AttentionStep) -> None:
+    """End the step for ``context_parallel_attention``."""
+    _steps[:] = [ref for ref in _steps if ref() not in (step, None)]
 
 
 class _Options(TypedDict, total=False):
     """The arguments of every overload."""
 
-    mesh: Required[ContextParallelMesh]
-    layout: Required[SequenceLayout]
+    mesh: ContextParallelMesh | None
+    layout: SequenceLayout | None
     spec: AttentionSpec | None
     exchange: str
     kernel: str
@@ -85,8 +114,8 @@ def context_parallel_attention(
     k_BLKD: torch.Tensor,
     v_BLKD: torch.Tensor,
     *,
-    mesh: ContextParallelMesh,
-    layout: SequenceLayout,
+    mesh: ContextParallelMesh | None = None,
+    layout: SequenceLayout | None = None,
     spec: AttentionSpec | None = None,
     exchange: str = "ring",
     kernel: str = "auto",
@@ -102,11 +131,15 @@ def context_parallel_attention(
     All ranks of the cp group call it together. Before data moves they agree that they make the same
     call, so that a difference is an error on every rank.
 
+    A model under a strategy leaves ``mesh`` and ``layout`` out: within a step they are the step's,
+    with the strategy's exchange and kernel; outside of a step, as in one process, these tokens are the whole
+    sequence.
+
     Args:
         q_BLHD: [batch, local tokens, heads, head dim].
         k_BLKD: [batch, local tokens, K/V heads, head dim]; heads a multiple of K/V heads.
         v_BLKD: like ``k_BLKD``; its head dim, which is also that of ``out``, may be another.
-        mesh: the process groups.
+        mesh: the process groups; given together with the layout, or neither.
         layout: the tokens of each rank, and their documents.
         spec: mask and score semantics; causal by default.
         exchange: of keys over the ring axis: ``ring``, ``rotation``, ``all_gather``, or
@@ -131,8 +164,18 @@ def context_parallel_attention(
         BatchMismatchError: ranks of the cp group make different calls.
         RankFailure: another rank's call was refused.
     """
-    check_mesh(mesh)
     spec = AttentionSpec() if spec is None else spec
+    if mesh is None and layout is None:
+        given = (exchange, kernel, forward_execution, backward_execution, kv_heads_per_gather)
+        if (*given, key_gradients, return_lse, return_max_logits) != _OF_A_STEP:
+            raise ConfigError(_STEP_OPTIONS)
+        return _attend_in_step(q_BLHD, k_BLKD, v_BLKD, spec)
+    if mesh is None or layout is None:
+        raise ConfigError(
+            "context_parallel_attention was called with one of mesh= and layout=. Pass both, or neither in "
+            "the step of a strategy."
+        )
+    check_mesh(mesh)
     error: Exception | None = None
     plan: AttentionPlan | None = None
     facts: dict[str, object] = {}
@@ -154,6 +197,30 @@ def context_parallel_attention(
         raise error
     assert plan is not None
     return attend(q_BLHD, k_BLKD, v_BLKD, plan, return_lse=return_lse)
+
+
+_OF_A_STEP = ("ring", "auto", "two_kernel", "two_kernel", 1, "accumulate", False, False)
+"""The arguments of a call without a mesh."""
+_STEP_OPTIONS = (
+    "context_parallel_attention without mesh= and layout= takes a spec only: the exchange and the kernel are "
+    "settings of the strategy, and neither lse nor the largest scores are returned. Leave these arguments "
+    "out, or pass a mesh and a layout."
+)
+
+
+def _attend_in_step(
+    q_BLHD: torch.Tensor, k_BLKD: torch.Tensor, v_BLKD: torch.Tensor, spec: AttentionSpec
+) -> torch.Tensor:
+    """Attend over the whole sequence of the active step, or over these tokens if there is none."""
+    step = next((found for ref in reversed(_steps) if (found := ref()) is not None), None)
+    if step is not None and step.intercepts:
+        return step.attention(q_BLHD, k_BLKD, v_BLKD, spec)
+    q, k, v = cast_as_autocast(q_BLHD, k_BLKD, v_BLKD)
+    layout = SequenceLayout(q.shape[1], 1, 1, "contiguous")
+    plan = make_plan(q, k, v, SingleRankMesh(q.device.type), layout, spec, "auto")
+    out = attend(q, k, v, plan)
+    assert isinstance(out, torch.Tensor)
+    return out
 
 
 def explain(

@@ -195,6 +195,15 @@ def _apply(
         )
 
 
+def cast_as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cast tensors as autocast casts the inputs of PyTorch's own attention."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
 def _values_to_tokens(
     x_BHT: torch.Tensor | None, plan: AttentionPlan, stash: Stash | None
 ) -> torch.Tensor:

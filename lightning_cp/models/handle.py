@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from lightning_cp.attention.function import attend, attend_with_max_logits
+from lightning_cp.attention.api import begin_attention_step, end_attention_step
+from lightning_cp.attention.function import attend, attend_with_max_logits, cast_as_autocast
 from lightning_cp.attention.plan import AttentionPlan, make_plan, make_request
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.batch.step_state import StepState
@@ -323,6 +324,7 @@ class SwapHandle:
         if self.state is not None:
             self.deactivate()
         self.state = state
+        begin_attention_step(self)
         self._step_patches.begin()
 
     def deactivate(self) -> None:
@@ -334,6 +336,7 @@ class SwapHandle:
         if self.collector is not None:
             self.collector.forget_calls()
         self.checks.clear()
+        end_attention_step(self)
         self._step_patches.end()
 
     def suspend(self) -> None:
@@ -384,7 +387,7 @@ class SwapHandle:
         """Attend over the whole sequence of the active step."""
         state = self.state
         assert state is not None
-        q, k, v = _cast_as_autocast(q_BLHD, k_BLKD, v_BLKD)
+        q, k, v = cast_as_autocast(q_BLHD, k_BLKD, v_BLKD)
         self.checks.flush_before_data()
         self.progress()
         inputs = AttentionInputs(q, k, v, spec)
@@ -566,15 +569,6 @@ def _plan_key(spec: AttentionSpec, *inputs: torch.Tensor) -> tuple[object, ...]:
         *[id(value) if isinstance(value, torch.Tensor) else value for value in values],
         *[(x.shape, x.dtype, x.device) for x in inputs],
     )
-
-
-def _cast_as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast tensors as autocast casts the inputs of PyTorch's own attention."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def install_replacements(

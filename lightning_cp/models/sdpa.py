@@ -97,8 +97,9 @@ def _check(
         raise ConfigError(
             f"a dense attn_mask of shape {tuple(attn_mask.shape)} cannot be sharded. What can be expressed: "
             "is_causal, packed documents (cu_seqlens or segment_ids in the batch) and padding. Call "
-            "scaled_dot_product_attention without attn_mask; for a bias by distance (ALiBi), call "
-            "context_parallel_attention with AttentionSpec(alibi_slopes=...)."
+            "scaled_dot_product_attention without attn_mask; for a window or a bias by distance (ALiBi), "
+            "context_parallel_attention(q, k, v, spec=AttentionSpec(window=(w, 0), alibi_slopes=...)), with "
+            "tensors [B, L, H, D]."
         )
     if query.dim() != 4:
         raise ConfigError(

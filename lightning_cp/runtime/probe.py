@@ -12,9 +12,8 @@ from lightning_cp.batch.sharder import batch_position_info
 from lightning_cp.batch.step_state import PositionInfo, StepState
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import Mask, SequenceLayout
-from lightning_cp.layout.axes import Axis, Flat
 from lightning_cp.layout.exchange import Exchange
-from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.mesh import ContextParallelMesh, SingleRankMesh
 from lightning_cp.models.handle import RankChecks, SwapHandle
 from lightning_cp.randomness.token_draws import StepTokens
 from lightning_cp.runtime.runtime import ContextParallelRuntime
@@ -81,16 +80,6 @@ def use_layout(runtime: ContextParallelRuntime, kind: str) -> Generator[None]:
         yield
     finally:
         binding.layout_rule = before
-
-
-class SingleRankMesh(ContextParallelMesh):
-    """The mesh of a rank that shares nothing, without process groups."""
-
-    def __init__(self, device_type: str) -> None:
-        self.sizes = dict.fromkeys(Axis, 1)
-        self.device_type = device_type
-        self._ranks = dict.fromkeys((*Axis, *Flat), 0)
-        self._destroyed = True
 
 
 def _unread_documents(

@@ -339,6 +339,8 @@ def differentiate_keys(
                 dresult = load_block(dout_at, count, BLOCK_Q, DV, BLOCK_DV)
             own_lse = load_numbers(lse, row, head, at, count, float("inf"), part != 1, BLOCK_Q)
             own_lse = to_log2(own_lse)
+            if OF_K and OF_V:
+                own_delta = load_numbers(delta, row, head, at, count, 0.0, part != 1, BLOCK_Q)
             products = tl.dot(k, tl.trans(queries), input_precision="ieee")
             ahead = index[:, None] - (at + tl.arange(0, BLOCK_Q))[None, :]
             seen = (ahead >= low) & (ahead <= high)
@@ -349,7 +351,8 @@ def differentiate_keys(
             if OF_V:
                 dv = tl.dot(weights.to(dresult.dtype), dresult, dv, input_precision="ieee")
             if OF_K:
-                own_delta = load_numbers(delta, row, head, at, count, 0.0, part != 1, BLOCK_Q)
+                if not OF_V:
+                    own_delta = load_numbers(delta, row, head, at, count, 0.0, part != 1, BLOCK_Q)
                 dweights = tl.dot(v, tl.trans(dresult), input_precision="ieee")
                 dscores = weights * (dweights - own_delta[None, :]) * bend
                 dk = tl.dot(dscores.to(queries.dtype), queries, dk, input_precision="ieee")

@@ -97,8 +97,9 @@ def _refusing_function(name: str, link: ChainedPatch, held: weakref.ref[SwapHand
             raise ConfigError(
                 f"{name} was called within a step{_how(name)}: it is not sharded, so each rank would attend "
                 "to its own tokens only. Call torch.nn.functional.scaled_dot_product_attention, or "
-                "context_parallel_attention; or set context_parallel_local = True on the module that makes "
-                "the call, if it does not attend along the sequence."
+                "context_parallel_attention(q, k, v, spec=AttentionSpec(...)); or set "
+                "context_parallel_local = True on the module that makes the call, if it does not attend "
+                "along the sequence."
             )
 
     @functools.wraps(link.original)

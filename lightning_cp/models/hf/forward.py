@@ -291,6 +291,6 @@ _COPY = (
 
 _GENERATE = (
     "{}.generate was called within a step: it makes one token after another from a key/value cache, and a "
-    "rank has a part of the prompt. Generate with cp_size=1, or outside of steps (on_validation_epoch_end, "
-    "say), where the model is the plain model and takes whole prompts."
+    "rank has a part of the prompt. Generate with context_parallel_size=1, or outside of steps "
+    "(on_validation_epoch_end, say), where the model is the plain model and takes whole prompts."
 )

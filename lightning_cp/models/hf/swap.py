@@ -223,8 +223,8 @@ def _uses_interface(model: Any) -> bool:
 
 _ALIBI = (
     "It adds an ALiBi bias to its scores in attention of its own. ALiBi is exact in "
-    "context_parallel_attention(..., spec=AttentionSpec(alibi_slopes=...)), which a model of your own can "
-    "call. "
+    "context_parallel_attention(q, k, v, spec=AttentionSpec(alibi_slopes=...)), which a model of your own "
+    "can call. "
 )
 
 

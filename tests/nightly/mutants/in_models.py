@@ -7,6 +7,9 @@ from tests.nightly.mutants.mutant import Mutant
 DRAWS = "tests/unit/models/test_token_draws.py"
 HF = "tests/ranks/models/test_hf.py"
 OWN = "lightning_cp/models/hf/own_attention.py"
+OWN_CALL = (
+    "tests/ranks/models/test_own_attention.py::test_a_module_s_own_call_attends_over_the_whole_row"
+)
 MATRIX = "tests/ranks/models/test_matrix.py::test_every_family"
 
 MODEL_MUTANTS = (
@@ -120,6 +123,22 @@ MODEL_MUTANTS = (
         "return torch.arange(len(self._positions[device]))[self._tile]",
         (f"{DRAWS}::test_ranks_draw_together_what_one_draws[dropout]",),
         "Ranks that share a sample drop the same features of different tokens.",
+    ),
+    Mutant(
+        "a module's own call of attention loses its spec",
+        "lightning_cp/attention/api.py",
+        "return step.attention(q_BLHD, k_BLKD, v_BLKD, spec)",
+        "return step.attention(q_BLHD, k_BLKD, v_BLKD, AttentionSpec(sinks=spec.sinks))",
+        (f"{OWN_CALL}[ring 3]",),
+        "Windows and caps are left out, silently.",
+    ),
+    Mutant(
+        "a module's own call of attention stays on its rank",
+        "lightning_cp/attention/api.py",
+        "    if step is not None and step.intercepts:\n",
+        "    if step is None:\n",
+        (f"{OWN_CALL}[ulysses 2]",),
+        "Each rank would attend to its own tokens.",
     ),
 )
 """All seeded mutants of them."""

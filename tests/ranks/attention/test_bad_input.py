@@ -276,9 +276,9 @@ def test_arguments_of_another_type(setting: Change, match: str) -> None:
 
 def test_no_mesh() -> None:
     nothing: Any = None
-    match = "mesh must be a lightning_cp ContextParallelMesh, got NoneType"
-    with pytest.raises(ConfigError, match=match):
+    with pytest.raises(ConfigError, match=r"one of mesh= and layout=\. Pass both, or neither"):
         context_parallel_attention(*[tensor()] * 3, mesh=nothing, layout=SequenceLayout(8))
+    match = "mesh must be a lightning_cp ContextParallelMesh, got NoneType"
     with pytest.raises(ConfigError, match=match):
         explain(*[tensor()] * 3, mesh=nothing, layout=SequenceLayout(8))
 

@@ -281,7 +281,7 @@ REFUSALS = {
     "other targets": "weighted by the targets that were counted then",
     "other targets in place": "weighted by the targets that were counted then",
     "cache": "a key/value cache cannot be used under context parallelism. Pass none in a step",
-    "generate": "LlamaForCausalLM.generate was called within a step.*Generate with cp_size=1",
+    "generate": "LlamaForCausalLM.generate was called within a step.*Generate with context_parallel_size=1",
     "dense mask in the batch": r"an attention_mask of shape \(3, 1, 37, 37\) cannot be sharded",
     "dense mask in the step": r"dense attention mask of shape \(3, 1, 20, 20\)",
     "dropout": r"attention dropout must be 0\.0",

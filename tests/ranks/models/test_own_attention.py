@@ -1,0 +1,188 @@
+"""Modules that call ``context_parallel_attention`` themselves, within a step of a strategy and without."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+
+from lightning_cp import AttentionSpec, SequenceLayout, context_parallel_attention
+from lightning_cp.errors import ConfigError
+from lightning_cp.fabric import UlyssesRingStrategy
+from tests.helpers.pool import expect_on_every_rank, run_ranks
+from tests.helpers.pool.environment import PoolEnvironment
+from tests.helpers.strategies.small import (
+    HYBRID,
+    LENGTH,
+    LET_EMPTY,
+    RING,
+    RING3,
+    ULYSSES,
+    VOCAB,
+    Batch,
+    Settings,
+    Small,
+    close,
+    loader,
+    trainer_of,
+    weights,
+)
+
+pytestmark = LET_EMPTY
+HEADS, WIDTH, LEFT, CAP = 4, 8, 6, 3.0
+
+
+class Windowed(nn.Module):
+    """Attention with a window, a cap and sinks, which PyTorch's function does not have.
+
+    Args:
+        by_hand: computes all scores of these tokens, and masks them: for one process.
+    """
+
+    def __init__(self, *, by_hand: bool) -> None:
+        super().__init__()
+        self.by_hand = by_hand
+        self.qkv = nn.Linear(HEADS * WIDTH, 3 * HEADS * WIDTH)
+        self.out = nn.Linear(HEADS * WIDTH, HEADS * WIDTH)
+        self.sinks = nn.Parameter(torch.linspace(-1, 1, HEADS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, WIDTH)).unbind(2)
+        if self.by_hand:
+            return x + self.out(self.all_scores(q, k, v).flatten(2))
+        spec = AttentionSpec(window=(LEFT, 0), softcap=CAP, sinks=self.sinks)
+        return x + self.out(context_parallel_attention(q, k, v, spec=spec).flatten(2))
+
+    def all_scores(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / WIDTH**0.5
+        scores = CAP * torch.tanh(scores / CAP)
+        at = torch.arange(q.shape[1])
+        behind = at[:, None] - at
+        scores = scores.masked_fill((behind < 0) | (behind > LEFT), -torch.inf)
+        sinks = self.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        shares = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        return torch.einsum("bhqk,bkhd->bqhd", shares, v)
+
+
+class Own(Small):
+    """A model of two such layers, one of them called by a module that Fabric or the Trainer wraps."""
+
+    def __init__(self, *, by_hand: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.model: Any = nn.ModuleDict(
+            {
+                "embed": nn.Embedding(VOCAB, HEADS * WIDTH),
+                "blocks": nn.ModuleList(Windowed(by_hand=by_hand) for _ in range(2)),
+                "head": nn.Linear(HEADS * WIDTH, VOCAB),
+            }
+        )
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        x = self.model["embed"](batch["input_ids"])
+        for block in self.model["blocks"]:
+            x = block(x)
+        return self.model["head"](x)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return self.loss(batch)
+
+
+def trained(
+    rank: int, world_size: int, settings: Settings | None, *, by_hand: bool = False
+) -> torch.Tensor:
+    module = Own(by_hand=by_hand)
+    trainer_of(world_size, settings).fit(module, loader(6))
+    return weights(module)
+
+
+@lru_cache(maxsize=1)
+def alone() -> torch.Tensor:
+    torch.manual_seed(0)
+    return run_ranks(1, trained, None, by_hand=True)[0]
+
+
+GRIDS: dict[str, tuple[int, Settings]] = {
+    "ring 2": (2, RING),
+    "ring 3": (3, RING3),
+    "ulysses 2": (2, ULYSSES),
+    "hybrid": (4, HYBRID),
+    "llama3": (2, {**RING, "mode": "zigzag_llama3"}),
+    "balanced": (3, {**RING3, "layout": "balanced"}),
+    "fsdp": (2, {**RING, "data_parallel": "fsdp"}),
+    "recomputed": (2, {**RING, "activation_checkpointing": "keep_attention"}),
+    "blocks": (2, {**ULYSSES, "activation_checkpointing": "blocks"}),
+    "checked": (2, {**RING, "parity_check": "first_batch"}),
+}
+
+
+@pytest.mark.quick("ring 3", "ulysses 2", "checked")
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_module_s_own_call_attends_over_the_whole_row(grid: str) -> None:
+    ranks, settings = GRIDS[grid]
+    want = alone()
+    for got in run_ranks(ranks, trained, {"parity_check": "off", **settings}):
+        close(got, want)
+
+
+def test_outside_of_a_step_the_tokens_are_the_whole_row() -> None:
+    """As in one process, which has no strategy."""
+    close(run_ranks(1, trained, None)[0], alone())
+
+
+def looped(rank: int, world_size: int, settings: Settings) -> torch.Tensor:
+    """A loop of Fabric; between steps a rank alone evaluates a row."""
+    strategy, module = UlyssesRingStrategy(labels="aligned", **settings), Own()
+    fabric = Fabric(
+        accelerator="cpu", devices=world_size, strategy=strategy, plugins=[PoolEnvironment()]
+    )
+    fabric.launch()
+    model, optimizer = fabric.setup(module, module.configure_optimizers())
+    row = {"input_ids": torch.arange(LENGTH)[None] % VOCAB}
+    for whole in loader(6):
+        fabric.backward(model(strategy.shard_batch(whole)))
+        optimizer.step()
+        optimizer.zero_grad()
+        strategy.end_step()
+        if rank == 0:
+            with torch.no_grad():
+                own = module.logits(row)
+                for block in module.model["blocks"]:
+                    block.by_hand = True
+                close(own, module.logits(row))
+                for block in module.model["blocks"]:
+                    block.by_hand = False
+    return weights(module)
+
+
+def test_a_loop_of_fabric() -> None:
+    for got in run_ranks(3, looped, RING3):
+        close(got, alone())
+
+
+def test_autocast_casts_as_for_pytorch_s_attention() -> None:
+    q = torch.randn(1, 4, 2, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert context_parallel_attention(q, q, q).dtype == torch.bfloat16
+    assert context_parallel_attention(q, q, q).dtype == torch.float32
+
+
+def asked(rank: int, world_size: int, **options: Any) -> None:
+    q = torch.randn(1, 4, 2, 8)
+    context_parallel_attention(q, q, q, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"return_lse": True}, "without mesh= and layout= takes a spec only"),
+        ({"kernel": "reference"}, "settings of the strategy.*Leave these arguments out"),
+        ({"layout": SequenceLayout(4, 1, 1)}, "one of mesh= and layout=. Pass both, or neither"),
+    ],
+)
+def test_arguments_that_do_not_go_together(options: dict[str, Any], match: str) -> None:
+    expect_on_every_rank(1, asked, **options, error=ConfigError, match=match)
