@@ -35,6 +35,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_cp.checkpoint.atomic import display_path
 from lightning_cp.checkpoint.store import is_store
 from lightning_cp.consistency.finite import FiniteGuard
+from lightning_cp.utils.patching import PatchSet
 from lightning_cp.watchdog.watch import SigtermHandler
 
 STATUS = 128 + signal.SIGTERM
@@ -86,12 +87,13 @@ def _restore_handler(note: Any, own: Any) -> None:
         signal.signal(signal.SIGTERM, own or signal.SIG_DFL)  # None: installed by a C library
 
 
-def replace_signal_handlers(trainer: Trainer, guard: FiniteGuard) -> None:
+def replace_signal_handlers(trainer: Trainer, guard: FiniteGuard, patches: PatchSet) -> None:
     """Replace the Trainer's signal handlers during a fit; call it before the Trainer registers them.
 
     Args:
         trainer: the Trainer, whose signal connector is replaced.
         guard: holds the vote before each step.
+        patches: of the run.
     """
     remove_stop_callback(trainer)
     sent = ReceivedSignals() if trainer.state.fn == TrainerFn.FITTING else None
@@ -99,6 +101,11 @@ def replace_signal_handlers(trainer: Trainer, guard: FiniteGuard) -> None:
     guard.wish = None if sent is None else sent.wish
     if sent is None:
         return
+    loop: Any = trainer.fit_loop.epoch_loop
+    if hasattr(
+        loop, _BROADCAST
+    ):  # before each batch: the vote says the same without a wait for the device
+        patches.put_method(loop, _BROADCAST, lambda: None)
     callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     callbacks.append(StopAtStep(guard))  # last in the list: the other callbacks have seen the step
 
@@ -147,6 +154,7 @@ class StepSignals(_SignalConnector):
 
 
 _LOOPS = "lightning.pytorch.loops."
+_BROADCAST = "_broadcast_sigterm_tensor"
 
 
 class StopAtStep(Callback):

@@ -158,7 +158,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
             rank_zero_info(f"context parallel attention in: {', '.join(swapped)}")
             self._announced = weakref.ref(module)
         self._patch_precision_plugin()
-        replace_signal_handlers(trainer, self._guard)
+        replace_signal_handlers(trainer, self._guard, self._patches)
         self._guard.yield_to(trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
         metrics = options_of(module).get("replicated_metrics", ())
         self._log.begin(trainer, module, metrics)

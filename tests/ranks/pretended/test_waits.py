@@ -138,3 +138,5 @@ def test_waits_of_a_micro_batch(name: str) -> None:
             assert waits_by_file(outcome, phase) == (wanted if ends_window else {}), listed
         layers = [w for w in outcome.waits if w.is_ours and w.place.startswith(PER_LAYER_OR_HOP)]
         assert layers == []
+        # Lightning's loop would broadcast before each batch whether SIGTERM has come, and wait for it.
+        assert [w.place for w in outcome.waits if "training_epoch_loop" in w.place] == []
