@@ -2,7 +2,7 @@
 
 A small Llama reads the source of ``argparse`` byte by byte, 2048 bytes at a time, on four processes
 that share every sequence. Run it with ``python examples/trainer_minimal.py``. The same file with
-``strategy="auto"`` and ``devices=1`` prints the same losses.
+``strategy="auto"`` and ``devices=1`` prints the same losses, up to rounding.
 """
 
 import argparse

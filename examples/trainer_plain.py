@@ -1,7 +1,7 @@
-"""Context parallelism of a plain PyTorch model: what it has to be told, and where positions come from.
+"""Context parallelism of a plain PyTorch model: its two settings, and the source of positions.
 
 Two processes share sequences of 512 bytes. Run it with ``python examples/trainer_plain.py``; with
-``devices=1`` it prints the same losses.
+``devices=1`` it prints the same losses, up to rounding.
 """
 
 import argparse
