@@ -3,8 +3,8 @@
     python -m benchmarks.batch_preparation --tokens 32768 1048576 --ranks 8 64
 
 prints the least of ``--rounds`` rounds, for one document and for packed documents of 500 to 20,000 tokens,
-with one thread. A Trainer does this between the vote of an optimizer step and the next forward, so that a
-GPU may be idle meanwhile; compare it with the seconds of a step.
+others in each round, with one thread. A Trainer does this between the vote of an optimizer step and the next
+forward, so that a GPU may be idle meanwhile; compare it with the seconds of a step.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lightning_cp.comm.consensus import checksum
 from lightning_cp.layout import SequenceLayout, schedule
 from lightning_cp.layout.sequence import CAUSAL
 
-RULES = BatchRules(labels="shift")
+RULES = BatchRules(labels="shift", reads_masks=True)
 
 
-def batch_of(tokens: int, *, packed: bool) -> dict[str, torch.Tensor]:
+def batch_of(tokens: int, seed: int, *, packed: bool) -> dict[str, torch.Tensor]:
     """Make a batch of one row; packed documents are declared by restarting positions."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 150_000, (1, tokens), generator=generator)
     batch = {"input_ids": ids, "labels": ids.clone()}
     if packed:
@@ -50,11 +50,12 @@ def prepare(batch: dict[str, torch.Tensor], ranks: int) -> dict[str, float]:
     whole = timed("read", lambda: read_batch(batch, RULES, needs_labels=True))
     tokens = whole.seq_len
     documents = timed("documents", lambda: documents_of(whole, RULES))
+    assert (documents is not None) == ("position_ids" in batch)
     layout = timed("layout", lambda: SequenceLayout(tokens, ranks, 1, "zigzag", documents))
     valid = timed("counts", lambda: valid_counts(whole, layout, RULES.labels))
     timed("checksums", lambda: [checksum(x) for x in batch.values()])
     timed("part", lambda: shard_batch(whole, layout, 1, RULES, valid))
-    timed("schedule", lambda: schedule(layout, None, CAUSAL))
+    timed("schedule", lambda: schedule(layout, None, CAUSAL).rank(1).hops)
     return seconds
 
 
@@ -68,9 +69,9 @@ def main() -> None:
     torch.set_num_threads(1)
     for tokens in given.tokens:
         for packed in (False, True):
-            batch = batch_of(tokens, packed=packed)
+            batches = [batch_of(tokens, seed, packed=packed) for seed in range(given.rounds)]
             for ranks in given.ranks:
-                rounds = [prepare(batch, ranks) for _ in range(given.rounds)]
+                rounds = [prepare(batch, ranks) for batch in batches]
                 least = {name: min(each[name] for each in rounds) * 1e3 for name in rounds[0]}
                 parts = ", ".join(f"{name} {value:.1f}" for name, value in least.items())
                 what = "packed" if packed else "one document"

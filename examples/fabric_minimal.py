@@ -48,8 +48,10 @@ def main() -> None:
     network = LlamaForCausalLM(config)
     model, optimizer = fabric.setup(network, torch.optim.AdamW(network.parameters(), lr=3e-3))
     model.train()
-    # In the file's own order, however many processes there are.
-    loader = fabric.setup_dataloaders(DataLoader(Source()), use_distributed_sampler=False)
+    # In the file's own order, however many processes there are. shard_batch moves this rank's part.
+    loader = fabric.setup_dataloaders(
+        DataLoader(Source()), use_distributed_sampler=False, move_to_device=False
+    )
     for step, batch in enumerate(loader, start=1):
         local = strategy.shard_batch(batch)  # every rank: its part of the sequence
         loss = model(**local).loss

@@ -49,7 +49,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
     ``end_step``::
 
         model, optimizer = fabric.setup(model, optimizer)
-        for batch in fabric.setup_dataloaders(loader):
+        for batch in fabric.setup_dataloaders(loader, move_to_device=False):
             batch = fabric.strategy.shard_batch(batch)
             loss = model(**batch).loss
             fabric.backward(loss)
