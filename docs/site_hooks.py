@@ -13,6 +13,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 TEXTS = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 LINK = re.compile(r"(?<=[^\\]\]\()(?![a-z]+:|#)([^)#\s]+)")
+OUTSIDE = "The built site (`make docs`) shows the docstrings of these names.\n"
+"""A line for readers of the sources alone."""
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "sh", ".ipynb": "json"}
 
 
@@ -41,7 +43,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             there = page_of(target.relative_to(ROOT))
         return os.path.relpath(there, source.parent)
 
-    return LINK.sub(moved, markdown)
+    return LINK.sub(moved, markdown.replace(OUTSIDE, ""))
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
