@@ -71,6 +71,14 @@ GUARD_MUTANTS = (
         "A whole sum over the number of a rank's own targets trains on, without a word.",
     ),
     Mutant(
+        "near values are compared by the digits of a vote",
+        COUNTS,
+        "        own = [(each.texts(), each.digits) for each in self._shared]\n",
+        "        own = [(each.votes, each.digits) for each in self._shared]\n",
+        ("tests/ranks/loss/test_shared_values.py",),
+        "Rounding that changes a digit refuses an exact loss.",
+    ),
+    Mutant(
         "the weight of a rank is left in its gradient",
         COUNTS,
         "norm_and_projection(x) / self.weighted",
