@@ -197,6 +197,48 @@ def test_a_token_that_the_mask_excludes_is_refused_by_name(ranks: int) -> None:
     )
 
 
+def preferred(
+    rank: int, world_size: int, settings: Settings | None, sides: str
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Two steps of a reward model that is a head of one number, called without labels: rows are pairs."""
+    torch.manual_seed(3)
+    if settings is None:
+        alone()
+    strategy: Any = "auto" if settings is None else UlyssesRingStrategy(labels="none", **settings)
+    plugins: Any = [] if settings is None else [PoolEnvironment()]
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy, plugins=plugins)
+    fabric.launch()
+    made = make("LlamaForSequenceClassification", Case(), num_labels=1).double()
+    model: Any
+    model, optimizer = fabric.setup(made, torch.optim.SGD(made.parameters(), lr=0.1))
+    losses: list[torch.Tensor] = []
+    for batch in batches("numbers", sides):
+        del batch["labels"]
+        rewards = model(**(batch if settings is None else strategy.shard_batch(batch))).logits
+        loss = -F.logsigmoid(rewards[:1] - rewards[1:]).mean()
+        fabric.backward(loss)
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    if settings is not None:
+        strategy.end_step()
+    return losses, {n: whole(p.detach()).clone() for n, p in made.named_parameters()}
+
+
+@pytest.mark.quick("ring 3-right")
+@pytest.mark.parametrize("sides", ["left", "right"])
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [(3, RING3), (2, ULYSSES), (2, {**RING, "data_parallel": "fsdp"})],
+    ids=["ring 3", "ulysses 2", "fsdp"],
+)
+def test_rewards_of_a_head_without_labels(ranks: int, settings: Settings, sides: str) -> None:
+    losses, weights = run_ranks(1, preferred, None, sides)[0]
+    for got, of_rank in run_ranks(ranks, preferred, settings, sides):
+        torch.testing.assert_close(got, losses, rtol=1e-10, atol=1e-11)
+        torch.testing.assert_close(of_rank, weights, rtol=1e-10, atol=1e-11)
+
+
 def answered(
     rank: int, world_size: int, settings: Settings | None, name: str, sides: str
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
