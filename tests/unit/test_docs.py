@@ -78,7 +78,10 @@ def test_the_site_loads_nothing_from_elsewhere() -> None:
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     assert config["theme"]["font"] is False
     assert "extra_javascript" not in config
-    assert "extra_css" not in config
+    for style in config["extra_css"]:
+        text = (DOCS / style).read_text()
+        assert "url(" not in text
+        assert "@import" not in text
     assert config["strict"]
 
 
