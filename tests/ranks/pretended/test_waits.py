@@ -42,6 +42,8 @@ ON_DEVICE = {
 }
 """Of packed batches that are on the device when they are sharded."""
 
+ON_DEVICE_DENSE = {"batch/sharder.py": 1, "comm/consensus.py": 2}
+
 WINDOW: dict[str, Any] = {"flash": True, "accumulate": 2, "value_looks": 1}
 HOST: dict[str, Any] = {"driver": "fabric", "moves": False, "flash": True}
 CELLS: dict[str, tuple[Cell, dict[str, int]]] = {
@@ -63,6 +65,13 @@ CELLS: dict[str, tuple[Cell, dict[str, int]]] = {
         Cell("ddp", "ulysses", "packed", "fabric", flash=True),
         {**ON_DEVICE, **OF_STEP, **OF_DDP_CLIP},
     ),
+    "fabric, dense batches on the device": (
+        Cell("ddp", "ulysses", driver="fabric", flash=True),
+        {**ON_DEVICE_DENSE, **OF_STEP, **OF_DDP_CLIP},
+    ),
+    "trainer, zero1": (Cell("zero1", "zigzag_llama3", flash=True, value_looks=1), OF_STEP),
+    "trainer, hsdp": (Cell("hsdp", flash=True, value_looks=1), OF_STEP),
+    "fabric, fsdp": (Cell("fsdp", "ulysses", "packed", **HOST), {**OF_STEP, **OF_CLIP}),
     "one rank": (
         Cell("ddp", ALONE, model="hf", value_looks=1, more=tuple(ONE_RANK.items())),
         OF_STEP,
@@ -83,13 +92,14 @@ CELLS: dict[str, tuple[Cell, dict[str, int]]] = {
     ),
 }
 """Cells, and the waits of the micro-batch that ends a window; the others have none."""
-AT_MOST, FROM_DEVICE = 2, 9
-"""Waits of a micro-batch, and of a packed one on the device; docs/guides/data.md has both."""
+AT_MOST, FROM_DEVICE, DENSE_FROM_DEVICE = 2, 9, 5
+"""Waits of a micro-batch, and of a packed and a dense one on the device; docs/guides/data.md has all."""
 
 
 def test_a_micro_batch_on_the_host_waits_at_most_twice() -> None:
     counts = {name: sum(waits.values()) for name, (_, waits) in CELLS.items()}
     assert counts.pop("fabric, batches on the device") == FROM_DEVICE
+    assert counts.pop("fabric, dense batches on the device") == DENSE_FROM_DEVICE
     assert max(counts.values()) == AT_MOST
 
 
