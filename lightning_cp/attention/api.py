@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from dataclasses import astuple
+from functools import cache
 from typing import Literal, Protocol, TypedDict, overload
 
 import torch
+import torch.distributed as dist
 from typing_extensions import Unpack
 
 from lightning_cp.attention.checkpointing import current_stash
@@ -15,6 +18,7 @@ from lightning_cp.attention.plan import (
     AttentionPlan,
     check_call,
     check_mesh,
+    check_types,
     make_plan,
     make_request,
 )
@@ -46,10 +50,13 @@ class AttentionStep(Protocol):
 
 _steps: list[weakref.ref[AttentionStep]] = []
 """The active steps, the latest last; weak, as a global must not keep a model alive."""
+_had_steps: list[bool] = []
+"""Not empty once a step has begun in this process."""
 
 
 def begin_attention_step(step: AttentionStep) -> None:
     """Make calls of ``context_parallel_attention`` without a mesh those of this step."""
+    _had_steps[:] = [True]
     _steps.append(weakref.ref(step))
 
 
@@ -166,8 +173,13 @@ def context_parallel_attention(
     """
     spec = AttentionSpec() if spec is None else spec
     if mesh is None and layout is None:
-        given = (exchange, kernel, forward_execution, backward_execution, kv_heads_per_gather)
-        if (*given, key_gradients, return_lse, return_max_logits) != _OF_A_STEP:
+        settings = (exchange, kernel, forward_execution, backward_execution, kv_heads_per_gather)
+        if (
+            settings != _SETTINGS
+            or key_gradients != "accumulate"
+            or return_lse
+            or return_max_logits
+        ):
             raise ConfigError(_STEP_OPTIONS)
         return _attend_in_step(q_BLHD, k_BLKD, v_BLKD, spec)
     if mesh is None or layout is None:
@@ -199,8 +211,8 @@ def context_parallel_attention(
     return attend(q_BLHD, k_BLKD, v_BLKD, plan, return_lse=return_lse)
 
 
-_OF_A_STEP = ("ring", "auto", "two_kernel", "two_kernel", 1, "accumulate", False, False)
-"""The arguments of a call without a mesh."""
+_SETTINGS = ("ring", "auto", "two_kernel", "two_kernel", 1)
+"""The defaults, which a call without a mesh has to leave."""
 _STEP_OPTIONS = (
     "context_parallel_attention without mesh= and layout= takes a spec only: the exchange and the kernel are "
     "settings of the strategy, and neither lse nor the largest scores are returned. Leave these arguments "
@@ -212,15 +224,30 @@ def _attend_in_step(
     q_BLHD: torch.Tensor, k_BLKD: torch.Tensor, v_BLKD: torch.Tensor, spec: AttentionSpec
 ) -> torch.Tensor:
     """Attend over the whole sequence of the active step, or over these tokens if there is none."""
-    step = next((found for ref in reversed(_steps) if (found := ref()) is not None), None)
-    if step is not None and step.intercepts:
-        return step.attention(q_BLHD, k_BLKD, v_BLKD, spec)
+    check_types(q_BLHD, k_BLKD, v_BLKD, spec)
+    for step in (ref() for ref in reversed(_steps)):
+        if step is not None and step.intercepts:
+            return step.attention(q_BLHD, k_BLKD, v_BLKD, spec)
+    _warn_without_step()
     q, k, v = cast_as_autocast(q_BLHD, k_BLKD, v_BLKD)
     layout = SequenceLayout(q.shape[1], 1, 1, "contiguous")
     plan = make_plan(q, k, v, SingleRankMesh(q.device.type), layout, spec, "auto")
     out = attend(q, k, v, plan)
     assert isinstance(out, torch.Tensor)
     return out
+
+
+@cache
+def _warn_without_step() -> None:
+    """Warn once of a call on several ranks of which none has a strategy."""
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks > 1 and not _had_steps:
+        warnings.warn(
+            "context_parallel_attention was called without mesh= and layout= in a process that no strategy "
+            f"of this package has trained in, so each of {ranks} ranks attends over its own tokens. Pass "
+            "both, or train with strategy='ulysses_ring'.",
+            stacklevel=4,
+        )
 
 
 def explain(

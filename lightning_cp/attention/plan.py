@@ -184,14 +184,29 @@ def check_call(
         ShapeError: q, k and v do not fit each other or the layout, or slopes or sinks do not fit q.
         ConfigError: an argument of another type, or a layout of another mesh.
     """
-    _check_types(layout=(layout, SequenceLayout), spec=(spec, AttentionSpec))
-    _check_types(
-        q_BLHD=(q_BLHD, torch.Tensor), k_BLKD=(k_BLKD, torch.Tensor), v_BLKD=(v_BLKD, torch.Tensor)
-    )
+    _check_types(layout=(layout, SequenceLayout))
+    check_types(q_BLHD, k_BLKD, v_BLKD, spec)
     check_inputs(q_BLHD, k_BLKD, v_BLKD, layout)
     spec.check_slopes(q_BLHD)
     check_sinks(spec.sinks, q_BLHD)
     mesh.check_layout(layout)
+
+
+def check_types(q_BLHD: object, k_BLKD: object, v_BLKD: object, spec: object) -> None:
+    """Check the types of a call's tensors and spec, and that tensors have four dimensions.
+
+    Raises:
+        ConfigError: an argument of another type.
+        ShapeError: another number of dimensions.
+    """
+    tensors = {"q_BLHD": q_BLHD, "k_BLKD": k_BLKD, "v_BLKD": v_BLKD}
+    _check_types(spec=(spec, AttentionSpec), **{n: (x, torch.Tensor) for n, x in tensors.items()})
+    shapes = [tuple(x.shape) for x in tensors.values() if isinstance(x, torch.Tensor)]
+    if any(len(shape) != 4 for shape in shapes):
+        raise ShapeError(
+            f"q, k and v must be [batch, local tokens, heads, head dim], got {', '.join(map(str, shapes))}. "
+            "Give q, k and v as this rank's part of one sequence, of one dtype and device."
+        )
 
 
 def _check_types(**arguments: tuple[object, type]) -> None:
@@ -239,8 +254,6 @@ def _shape_problem(
     q_BLHD: torch.Tensor, k_BLKD: torch.Tensor, v_BLKD: torch.Tensor, layout: SequenceLayout
 ) -> str | None:
     """Return the first problem of the shapes, or ``None``."""
-    if not q_BLHD.dim() == k_BLKD.dim() == v_BLKD.dim() == 4:
-        return "q, k and v must be [batch, local tokens, heads, head dim]"
     if 0 in (q_BLHD.shape[3], k_BLKD.shape[3], v_BLKD.shape[3]):
         return "the head dim must be at least 1"
     same_type = q_BLHD.dtype == k_BLKD.dtype == v_BLKD.dtype

@@ -85,6 +85,15 @@ class AttentionSpec:
         return Mask(self.causal, self.window, uses_distance=self.alibi_slopes is not None)
 
     @property
+    def kind(self) -> str:
+        """The values of a call, for ranks to compare; of tensors, their presence."""
+        has = (self.alibi_slopes is not None, self.sinks is not None)
+        return (
+            f"causal={self.causal}, window={self.window}, softmax_scale={self.softmax_scale}, "
+            f"softcap={self.softcap}, ALiBi={has[0]}, sinks={has[1]}"
+        )
+
+    @property
     def needs(self) -> frozenset[str]:
         """Score features that a kernel must declare; sinks are added to the results of any kernel."""
         features = {"softcap": self.softcap != 0.0, "alibi": self.alibi_slopes is not None}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -113,8 +115,8 @@ class StepState:
     begun_calls: dict[nn.Module, list[int]] = field(default_factory=dict[nn.Module, list[int]])
     """Value of ``calls`` at each call of a module with attention that has not returned: recomputation may
     call a module within another call of it."""
-    need_gradients: list[bool] = field(default_factory=list[bool])
-    """One flag per attention call: its output requires a gradient."""
+    need_gradients: list[str] = field(default_factory=list[str])
+    """For each attention call its kind, if its output requires a gradient; else an empty text."""
     compared: int = -1
     """Number of attention calls when ranks last compared ``need_gradients``; -1: never."""
     plans: dict[tuple[object, ...], tuple[AttentionSpec, AttentionPlan]] = field(
@@ -198,3 +200,31 @@ class StepState:
         """Remove and return the flag of gradients on padding, on the device; ``None`` without any."""
         found, self.padding_gradients = self.padding_gradients, []
         return torch.stack(found).any() if found else None
+
+
+def raise_gradient_mismatch(every: Mapping[int, Sequence[str]]) -> NoReturn:
+    """Raise for a backward that reaches different attention calls on ranks that share a sample.
+
+    Args:
+        every: per rank, the kind of each attention call that backward reaches, or an empty text.
+
+    Raises:
+        ConfigError: always.
+    """
+    calls = list(zip(*every.values(), strict=False))
+    other = next((at for at, kinds in enumerate(calls) if all(kinds) and len({*kinds}) > 1), None)
+    if other is not None:
+        kinds = "; ".join(f"rank {rank}: {of[other]}" for rank, of in every.items())
+        raise ConfigError(
+            f"attention call {other} of a step differs between ranks that share a sample ({kinds}), so their "
+            "parts of the result do not fit together. Make the same calls on all of them, with the same "
+            "settings."
+        )
+    reached = {rank: [call for call, needs in enumerate(of) if needs] for rank, of in every.items()}
+    shown = ", ".join(f"rank {rank}: calls {calls}" for rank, calls in reached.items())
+    raise ConfigError(
+        "backward comes through other attention calls on some context-parallel ranks than on the others "
+        f"({shown}), so ranks would wait for each other for ever. Something that "
+        "is trained takes part in the forward on some ranks only, by what their own tokens are (an `if` "
+        "on a mask): let it take part on every rank, multiplied by the mask."
+    )

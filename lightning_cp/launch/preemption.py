@@ -102,9 +102,8 @@ def replace_signal_handlers(trainer: Trainer, guard: FiniteGuard, patches: Patch
     if sent is None:
         return
     loop: Any = trainer.fit_loop.epoch_loop
-    if hasattr(
-        loop, _BROADCAST
-    ):  # before each batch: the vote says the same without a wait for the device
+    if hasattr(loop, _BROADCAST):
+        # Before each batch; the vote says the same without a wait for the device.
         patches.put_method(loop, _BROADCAST, lambda: None)
     callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     callbacks.append(StopAtStep(guard))  # last in the list: the other callbacks have seen the step

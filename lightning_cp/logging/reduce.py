@@ -43,11 +43,11 @@ class PendingFindings:
     """Names of the checks that ran."""
     error: Exception | None = None
     """The error of the first check that failed."""
-    need_gradients: Sequence[bool] = ()
-    """For each attention call: whether backward will come through it."""
+    need_gradients: Sequence[str] = ()
+    """For each attention call its kind, if backward will come through it; else an empty text."""
     compared: Callable[[], None] = lambda: None
     """Called if the ranks that share a sample have the same ``need_gradients``."""
-    refuse: Callable[[Mapping[int, Sequence[bool]]], None] = lambda _: None
+    refuse: Callable[[Mapping[int, Sequence[str]]], None] = lambda _: None
     """Called with the different ``need_gradients`` of ranks that share a sample, by rank; raises."""
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from lightning_cp.attention.api import begin_attention_step, end_attention_step
 from lightning_cp.attention.function import attend, attend_with_max_logits, cast_as_autocast
 from lightning_cp.attention.plan import AttentionPlan, make_plan, make_request
 from lightning_cp.attention.spec import AttentionSpec
-from lightning_cp.batch.step_state import StepState
+from lightning_cp.batch.step_state import StepState, raise_gradient_mismatch
 from lightning_cp.comm.consensus import Facts, check_equal, gather_by_vote
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.auto import Tiles, tiles_of
@@ -273,6 +273,8 @@ class SwapHandle:
         self.state: StepState | None = None
         self.requests: dict[Request, Tiles] = {}
         """Distinct kernel requests of the attention calls so far, with the tiles of the last call."""
+        self.agreed: set[tuple[Request, str]] = set()
+        """Kinds of attention calls that all ranks have agreed on."""
         self.listeners: Sequence[Listener] = ()
         """Callbacks of every attention call."""
         self.progress: Callable[[], None] = _noop
@@ -404,7 +406,7 @@ class SwapHandle:
             collector.note(inputs, largest, self.mesh, of_pass)
         for listener in self.listeners:
             listener(plan, q, out)
-        state.need_gradients.append(out.requires_grad)
+        state.need_gradients.append(spec.kind if out.requires_grad else "")
         if out.requires_grad:
             note_origin(out, Origin.TOKENS)
             out.register_hook(state.note_gradient)
@@ -447,13 +449,26 @@ class SwapHandle:
         make = partial(make_plan, *arguments, exchange=self.exchange)
         plan = partial(make_plan_with_scores, make) if max_logits else make
         request = make_request(q, v, state.layout, spec, max_logits=max_logits)
-        made = plan() if request in self.requests else self.checks.run("an attention call", plan)
+        agreed = request, spec.kind
+        made = plan() if agreed in self.agreed else self._agree_on_plan(plan, spec)
+        self.agreed.add(agreed)
         self.requests[request] = tiles_of(state.layout)
         state.plans[call] = (
             spec,
             made,
         )  # the spec keeps tensors alive, so that none takes their place
         return made
+
+    def _agree_on_plan(
+        self, make: Callable[[], AttentionPlan], spec: AttentionSpec
+    ) -> AttentionPlan:
+        """Make the plan of a new kind of call, which has to be the same on all ranks."""
+        return self.checks.run(
+            "an attention call",
+            make,
+            facts=lambda _: {"attention": spec.kind},
+            remedy="All ranks that share a sample make the same attention calls, with the same settings.",
+        )
 
     def _plan_of_pass(self, inputs: AttentionInputs, state: StepState) -> AttentionPlan:
         """Return the plan of a pass for the largest scores of a call that did not return them."""
@@ -479,8 +494,9 @@ class SwapHandle:
             "no attention call was intercepted in this step (0 calls), so every rank would attend to its "
             f"own tokens only. Attention classes seen: {', '.join(seen) or 'none'}. Attention is "
             "intercepted in Hugging Face models that use transformers' attention interface, in LitGPT "
-            "models, and in calls of torch.nn.functional.scaled_dot_product_attention; call one of these, or "
-            "pass context_parallel_size=1 and data_parallel_size=<number of ranks>, which shares no sample."
+            "models, and in calls of torch.nn.functional.scaled_dot_product_attention or "
+            "context_parallel_attention(q, k, v, spec=AttentionSpec(...)); call one of these, or pass "
+            "context_parallel_size=1 and data_parallel_size=<number of ranks>, which shares no sample."
         )
 
     def check_same_gradients(self) -> None:
@@ -538,25 +554,6 @@ _FOREIGN_CALL = (
 
 def _noop() -> None:
     """Do nothing: the default callback."""
-
-
-def raise_gradient_mismatch(every: Mapping[int, Sequence[bool]]) -> NoReturn:
-    """Raise for a backward that reaches different attention calls on ranks that share a sample.
-
-    Args:
-        every: per rank, one flag per attention call: backward reaches it.
-
-    Raises:
-        ConfigError: always.
-    """
-    reached = {rank: [call for call, needs in enumerate(of) if needs] for rank, of in every.items()}
-    shown = ", ".join(f"rank {rank}: calls {calls}" for rank, calls in reached.items())
-    raise ConfigError(
-        "backward comes through other attention calls on some context-parallel ranks than on the others "
-        f"({shown}), so ranks would wait for each other for ever. Something that "
-        "is trained takes part in the forward on some ranks only, by what their own tokens are (an `if` "
-        "on a mask): let it take part on every rank, multiplied by the mask."
-    )
 
 
 _values_of = attrgetter(*[item.name for item in fields(AttentionSpec)])

@@ -107,7 +107,7 @@ def _attend_alone(handle: SwapHandle, state: StepState) -> Generator[None]:
     """Intercept attention of a whole batch on this rank alone."""
     before = {name: getattr(handle, name) for name in _RANK_ATTRIBUTES}
     mesh = SingleRankMesh(handle.mesh.device_type)
-    alone: tuple[object, ...] = (mesh, PLAINEST, Exchange(), RankChecks(mesh), {})
+    alone: tuple[object, ...] = (mesh, PLAINEST, Exchange(), RankChecks(mesh), {}, set[Any]())
     vars(handle).update(zip(_RANK_ATTRIBUTES, alone, strict=True))
     try:
         handle.activate(state)
@@ -117,7 +117,7 @@ def _attend_alone(handle: SwapHandle, state: StepState) -> Generator[None]:
         vars(handle).update(before)
 
 
-_RANK_ATTRIBUTES = ("mesh", "kernel", "exchange", "checks", "requests")
+_RANK_ATTRIBUTES = ("mesh", "kernel", "exchange", "checks", "requests", "agreed")
 """Attributes of a handle that depend on its ranks."""
 
 

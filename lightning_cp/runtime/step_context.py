@@ -14,7 +14,7 @@ from lightning_cp.batch import unshard_output
 from lightning_cp.batch.documents import documents_of, padding_mask_of
 from lightning_cp.batch.loss_calls import LossCalls
 from lightning_cp.batch.sharder import ShardedBatch, Sharding, read_if_known
-from lightning_cp.batch.step_state import PositionInfo, StepState
+from lightning_cp.batch.step_state import PositionInfo, StepState, raise_gradient_mismatch
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.layout.axes import Flat
@@ -33,7 +33,6 @@ from lightning_cp.loss.sequence import (
 from lightning_cp.loss.terms import NO_COUNT, declared_count, divisor
 from lightning_cp.loss.weighting import StepLoss
 from lightning_cp.mesh import ContextParallelMesh
-from lightning_cp.models.handle import raise_gradient_mismatch
 from lightning_cp.models.hf.labels import check_labels_used
 from lightning_cp.randomness.token_draws import draw_per
 from lightning_cp.runtime.mesh_builder import MeshBuilder

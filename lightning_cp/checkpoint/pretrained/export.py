@@ -408,7 +408,7 @@ def export_pretrained(
         prefix: removed from the model's names; by default that of the network from transformers in it.
         file_bytes: the limit of a file's size, unless one tensor is larger.
         overwrite: replace an existing folder, if it holds only such files, or others that this export
-            writes. A tokenizer's files stay.
+            writes. A tokenizer's files stay, unless it writes a tokenizer.
 
     Returns:
         The folder.
@@ -429,6 +429,7 @@ def export_pretrained(
             _check_options(config, overwrite)
             made = plan_export(model, keys, prefix, dtype_of(dtype), file_bytes)
             writer.try_to(partial(_begin, made, config))
+            writer.try_to(partial(_copy_tokenizer, target))
             if not made.is_adapter:  # adapters' files are known later
                 writer.try_to(partial(_check_free, target, overwrite))
             if writer.error is not None:
@@ -438,7 +439,6 @@ def export_pretrained(
             writer.try_to(partial(_save_adapters, made.network, tensors))
         else:
             writer.write(made)
-        writer.try_to(partial(_copy_tokenizer, target))
         writer.try_to(partial(_finish, made))
         writer.try_to(partial(_check_free, target, overwrite))  # writing may have taken hours
         writer.try_to(lambda folder: put_in_place(folder, target))
@@ -520,14 +520,16 @@ def _is_replaced(x: Path, target: Path, staged: Path) -> bool:
     again = staged / x.relative_to(target)
     if x.is_dir():
         return again.is_dir() and not x.is_symlink()
-    known = x.suffix == ".safetensors" or x.name in (*REPLACEABLE, *TOKENIZER_FILES)
-    return (known and x.parent == target) or again.is_file()
+    ours = x.parent == target and (x.suffix == ".safetensors" or x.name in REPLACEABLE)
+    return ours or again.is_file()
 
 
 def _copy_tokenizer(target: Path, staged: Path) -> None:
-    """Copy the files of a tokenizer from the folder that is replaced, except those just written."""
+    """Copy the files of a tokenizer from the folder that is replaced, unless this export writes one."""
+    if any((staged / name).exists() for name in TOKENIZER_FILES):
+        return
     for name in TOKENIZER_FILES:
-        if (target / name).is_file() and not (staged / name).exists():
+        if (target / name).is_file():
             shutil.copy2(target / name, staged / name)
 
 

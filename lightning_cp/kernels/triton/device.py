@@ -339,7 +339,7 @@ def differentiate_keys(
                 dresult = load_block(dout_at, count, BLOCK_Q, DV, BLOCK_DV)
             own_lse = load_numbers(lse, row, head, at, count, float("inf"), part != 1, BLOCK_Q)
             own_lse = to_log2(own_lse)
-            if OF_K and OF_V:
+            if OF_K and OF_V:  # loaded early: after the first product it spills registers
                 own_delta = load_numbers(delta, row, head, at, count, 0.0, part != 1, BLOCK_Q)
             products = tl.dot(k, tl.trans(queries), input_precision="ieee")
             ahead = index[:, None] - (at + tl.arange(0, BLOCK_Q))[None, :]

@@ -261,8 +261,9 @@ def _watch(module: nn.Module, name: str, handle: SwapHandle) -> None:
             raise ConfigError(
                 f"{name or 'the model'} ({type(module).__name__}) computed attention by itself: none of its "
                 "calls was intercepted, so each rank would attend to its own tokens only. Attention must go "
-                "through transformers' attention interface or torch's scaled_dot_product_attention. If this "
-                f"module does not attend along the sequence, set {LOCAL} = True on it."
+                "through transformers' attention interface, torch's scaled_dot_product_attention or "
+                "context_parallel_attention(q, k, v, spec=AttentionSpec(...)). If this module does not "
+                f"attend along the sequence, set {LOCAL} = True on it."
             )
 
     handle.on_undo(add_hook(module.register_forward_pre_hook, enter))

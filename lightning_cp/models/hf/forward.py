@@ -66,8 +66,8 @@ def check_head(model: Any, call: Mapping[str, Any], head: RowHead | None = None)
         raise ConfigError(
             f"{name} is called with start_positions or end_positions: its loss is a softmax over tokens, of "
             "which a rank has a part. Call it without them, with labels='none', and write the loss: "
-            "F.cross_entropy(self.unshard(output.start_logits), starts), and the same of the ends; logits of "
-            "padding are -inf."
+            "the mean of F.cross_entropy(self.unshard(output.start_logits), starts) and the same of the "
+            "ends. Fill logits of padding with -inf before."
         )
 
 

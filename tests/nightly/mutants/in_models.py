@@ -10,6 +10,7 @@ OWN = "lightning_cp/models/hf/own_attention.py"
 OWN_CALL = (
     "tests/ranks/models/test_own_attention.py::test_a_module_s_own_call_attends_over_the_whole_row"
 )
+CALLS = "tests/ranks/models/test_own_attention.py::test_calls_that_differ_between_ranks"
 MATRIX = "tests/ranks/models/test_matrix.py::test_every_family"
 
 MODEL_MUTANTS = (
@@ -135,10 +136,34 @@ MODEL_MUTANTS = (
     Mutant(
         "a module's own call of attention stays on its rank",
         "lightning_cp/attention/api.py",
-        "    if step is not None and step.intercepts:\n",
-        "    if step is None:\n",
+        "        if step is not None and step.intercepts:\n",
+        "        if step is None:\n",
         (f"{OWN_CALL}[ulysses 2]",),
         "Each rank would attend to its own tokens.",
+    ),
+    Mutant(
+        "a local module's own call of attention is over all tokens",
+        "lightning_cp/attention/api.py",
+        "        if step is not None and step.intercepts:\n",
+        "        if step is not None:\n",
+        ("tests/ranks/models/test_own_attention.py::test_a_local_module_attends_by_itself",),
+        "Tokens of a memory that every rank has would be taken for parts of the row.",
+    ),
+    Mutant(
+        "ranks do not compare the settings of a new attention call",
+        "lightning_cp/models/handle.py",
+        'facts=lambda _: {"attention": spec.kind},',
+        "facts=lambda _: {},",
+        (CALLS,),
+        "Another cap on each rank trains another model, silently.",
+    ),
+    Mutant(
+        "ranks do not compare the settings of later attention calls",
+        "lightning_cp/models/handle.py",
+        'spec.kind if out.requires_grad else ""',
+        '"a call" if out.requires_grad else ""',
+        (CALLS,),
+        "The same, once both settings are known.",
     ),
 )
 """All seeded mutants of them."""

@@ -11,7 +11,8 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from lightning_cp import AttentionSpec, SequenceLayout, context_parallel_attention
-from lightning_cp.errors import ConfigError
+from lightning_cp.attention import api
+from lightning_cp.errors import BatchMismatchError, ConfigError, LightningCPError, ShapeError
 from lightning_cp.fabric import UlyssesRingStrategy
 from tests.helpers.pool import expect_on_every_rank, run_ranks
 from tests.helpers.pool.environment import PoolEnvironment
@@ -97,6 +98,7 @@ def trained(
 ) -> torch.Tensor:
     module = Own(by_hand=by_hand)
     trainer_of(world_size, settings).fit(module, loader(6))
+    assert not api._steps
     return weights(module)
 
 
@@ -162,6 +164,148 @@ def looped(rank: int, world_size: int, settings: Settings) -> torch.Tensor:
 def test_a_loop_of_fabric() -> None:
     for got in run_ranks(3, looped, RING3):
         close(got, alone())
+
+
+class Shared(Own):
+    """A module beside the layers attends over a memory that all ranks have, and so has its own part alone."""
+
+    def __init__(self, *, by_hand: bool = False) -> None:
+        super().__init__(by_hand=by_hand)
+        self.memory = Windowed(by_hand=by_hand)
+        self.memory.context_parallel_local = True  # type: ignore[assignment]
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        memory = self.memory(self.model["embed"](torch.arange(8)[None]))
+        return super().logits(batch) + memory.mean() * batch["input_ids"][..., None]
+
+
+def beside(
+    rank: int, world_size: int, settings: Settings | None, *, by_hand: bool = False
+) -> torch.Tensor:
+    module = Shared(by_hand=by_hand)
+    trainer_of(world_size, settings).fit(module, loader(6))
+    return weights(module)
+
+
+def test_a_local_module_attends_by_itself() -> None:
+    (want,) = run_ranks(1, beside, None, by_hand=True)
+    for got in run_ranks(2, beside, {**RING, "parity_check": "off"}):
+        close(got, want)
+
+
+DOCUMENTS = torch.tensor([[0] * 11 + [1] * (LENGTH - 11)])
+
+
+class Packed(Own):
+    """One row of two documents; by hand, two rows."""
+
+    def __init__(self, *, by_hand: bool = False) -> None:
+        super().__init__(by_hand=by_hand)
+        for block in self.model["blocks"]:
+            block.documents = by_hand
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        if not self.model["blocks"][0].by_hand:
+            return super().logits(batch)
+        parts = [batch["input_ids"][:, :11], batch["input_ids"][:, 11:]]
+        return torch.cat([super(Packed, self).logits({"input_ids": x}) for x in parts], 1)
+
+
+def packed(
+    rank: int, world_size: int, settings: Settings | None, *, by_hand: bool = False
+) -> torch.Tensor:
+    module = Packed(by_hand=by_hand)
+    rows = [{**row, "segment_ids": DOCUMENTS} for row in loader(6, rows=1)]
+    batches: Any = torch.utils.data.DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
+    trainer_of(world_size, settings).fit(module, batches)
+    return weights(module)
+
+
+@pytest.mark.parametrize("settings", [RING, ULYSSES], ids=["ring", "ulysses"])
+def test_documents_of_the_batch_are_isolated(settings: Settings) -> None:
+    (want,) = run_ranks(1, packed, None, by_hand=True)
+    for got in run_ranks(2, packed, {**settings, "parity_check": "off"}):
+        close(got, want)
+
+
+def stepped(rank: int, world_size: int, first: Any, later: Any) -> None:
+    """Two steps, each with a call of ``first(rank)``, then one of ``later(rank, step)``."""
+    strategy = UlyssesRingStrategy(labels="none", **RING)
+    fabric = Fabric(
+        accelerator="cpu", devices=world_size, strategy=strategy, plugins=[PoolEnvironment()]
+    )
+    fabric.launch()
+    layer = nn.Linear(8, 8)
+    model, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    for step in range(2):
+        batch = strategy.shard_batch({"input_ids": torch.arange(16)[None]})
+        q = model(torch.ones(1, batch["input_ids"].shape[1], 2, 8))
+        out = context_parallel_attention(q, q, q, spec=first(rank))
+        out = context_parallel_attention(out, q, q, spec=later(rank, step))
+        fabric.backward(strategy.sequence_sum(out.flatten(2)).sum())
+        optimizer.step()
+
+
+def same(rank: int, step: int = 0) -> AttentionSpec:
+    return AttentionSpec()
+
+
+def own_cap(rank: int, step: int = 0) -> AttentionSpec:
+    return AttentionSpec(softcap=2.0 + rank)
+
+
+def own_window(rank: int, step: int = 0) -> AttentionSpec:
+    return AttentionSpec(window=(3 + 8 * rank, 0))
+
+
+def own_cap_later(rank: int, step: int) -> AttentionSpec:
+    """In the second step rank 1 leaves out a cap that both know."""
+    return AttentionSpec(softcap=0.0 if step and rank else 2.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "error", "match"),
+    [
+        (own_cap, same, BatchMismatchError, r"softcap=2\.0.*softcap=3\.0"),
+        (own_window, same, BatchMismatchError, r"window=\(3, 0\).*window=\(11, 0\)"),
+        (
+            same,
+            own_cap_later,
+            ConfigError,
+            r"attention call 1 of a step differs .*rank 0: .*softcap=2\.0.*rank 1: .*softcap=0\.0",
+        ),
+    ],
+)
+def test_calls_that_differ_between_ranks(
+    first: Any, later: Any, error: type[LightningCPError], match: str
+) -> None:
+    expect_on_every_rank(2, stepped, first, later, error=error, match=match, timeout=60)
+
+
+def wrong(rank: int, world_size: int, kind: str) -> None:
+    module = Own()
+    q = torch.randn(1, 15, 2, 8)
+    call = {
+        "dims": lambda: context_parallel_attention(q[0], q[0], q[0]),
+        "array": lambda: context_parallel_attention(q.numpy(), q, q),  # type: ignore[arg-type]
+        "spec": lambda: context_parallel_attention(q, q, q, spec={"causal": True}),  # type: ignore[arg-type]
+        "length": lambda: context_parallel_attention(*[q[:, :3]] * 3),
+    }[kind]
+    module.training_step = lambda batch, batch_idx: call()  # type: ignore[method-assign]
+    trainer_of(world_size, {**RING, "parity_check": "off"}).fit(module, loader(2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "match"),
+    [
+        ("dims", ShapeError, r"must be \[batch, local tokens, heads, head dim\], got \(15, 2, 8\)"),
+        ("array", ConfigError, "q_BLHD must be a torch Tensor, got ndarray"),
+        ("spec", ConfigError, "spec must be a lightning_cp AttentionSpec, got dict"),
+        ("length", ShapeError, "the layout gives each rank 16 of 29 tokens"),
+    ],
+)
+def test_bad_arguments_in_a_step(kind: str, error: type[LightningCPError], match: str) -> None:
+    expect_on_every_rank(2, wrong, kind, error=error, match=match, timeout=60)
 
 
 def test_autocast_casts_as_for_pytorch_s_attention() -> None:

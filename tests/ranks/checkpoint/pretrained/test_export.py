@@ -229,10 +229,23 @@ def test_a_tokenizer_in_the_folder_stays(tmp_path: Path) -> None:
     export_pretrained(nn.Linear(4, 4), target, overwrite=True)
     assert [x.read_text() for x in tokenizer] == [f"{x.name}: 3" for x in tokenizer]
     load_pretrained(nn.Linear(4, 4), target, progress=False)
+    (target / "spiece.model").symlink_to(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match=r"made holds spiece\.model, which this export does not"):
+        export_pretrained(nn.Linear(4, 4), target, overwrite=True)
+    (target / "spiece.model").unlink()
+    with pytest.raises(ConfigError, match=r"made holds \S+, which this export does not write"):
+        export_pretrained(nn.Linear(4, 4), target, config=Tokenizer(), overwrite=True)
     (target / "audio").mkdir()
     (target / "audio" / "tokenizer.json").write_text("of another model")
     with pytest.raises(ConfigError, match=r"made holds audio, which this export does not write"):
         export_pretrained(nn.Linear(4, 4), target, overwrite=True)
+
+
+class Tokenizer:
+    """A configuration that writes a tokenizer, beside which files of another one would be wrong."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{}")
 
 
 class Processor:
