@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import signal
+from contextlib import nullcontext
 from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,8 @@ from tests.helpers.launch.start import (
     ranks,
     torchrun_variables,
 )
+from tests.helpers.pool import run_ranks
+from tests.helpers.strategies.small import RING, Small, loader, trainer_of
 
 SCRIPT, LOOP = SCRIPTS / "stopped.py", SCRIPTS / "stopped_fabric.py"
 AT = 2
@@ -215,3 +218,30 @@ def test_a_worker_that_was_stopped_ends_its_parent_as_it_ended(
     with pytest.raises(error) as ended:
         ReportingFabricLauncher(strategy, "spawn").launch(print)
     assert error is ProcessExitedException or getattr(ended.value, "code", None) == 143
+
+
+class Fitted(Small):
+    """Notes at the first batch if the loop's broadcast is replaced; fails there if it should."""
+
+    def __init__(self, *, fails: bool) -> None:
+        super().__init__()
+        self.fails, self.is_replaced = fails, False
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.is_replaced = signals._BROADCAST in vars(self.trainer.fit_loop.epoch_loop)
+        if self.fails:
+            raise ValueError("no more")
+
+
+def fit(rank: int, world_size: int, *, fails: bool) -> tuple[bool, bool]:
+    """If the broadcast was replaced during a fit, and after it."""
+    module = Fitted(fails=fails)
+    trainer = trainer_of(world_size, {**RING, "parity_check": "off"})
+    with pytest.raises(ValueError, match="no more") if fails else nullcontext():
+        trainer.fit(module, loader(2))
+    return module.is_replaced, signals._BROADCAST in vars(trainer.fit_loop.epoch_loop)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_lightning_s_broadcast_before_each_batch_is_back_after_a_fit(fails: bool) -> None:
+    assert run_ranks(2, fit, fails=fails) == [(True, False)] * 2
