@@ -35,17 +35,32 @@ def adapted() -> Any:
     return peft.get_peft_model(make(torch.float64, seed=6), config)
 
 
-def trained(rank: int, world: int, engine: str | None, folder: Path) -> None:
-    """Three steps, then the adapters' files."""
+BASE = {
+    f"model.layers.*.self_attn.{name}.base_layer.weight": f"model.layers.*.self_attn.{name}.weight"
+    for name in ("q_proj", "v_proj")
+}
+"""Names of wrapped layers in a checkpoint of the base model; peft's own prefix is found."""
+
+
+def trained(
+    rank: int, world: int, engine: str | None, folder: Path, *, base: Path | None = None
+) -> None:
+    """Three steps, then the adapters' files; with ``base`` the strategy loads the frozen weights."""
     strategy: Any = "auto"
     if engine is None:
         alone()
     else:
-        strategy = UlyssesRingStrategy(mode="ring", data_parallel=engine)
+        loads = {"path": str(base), "keys": BASE, "allow_missing": ["*lora_*"], "progress": False}
+        strategy = UlyssesRingStrategy(
+            mode="ring", data_parallel=engine, pretrained=None if base is None else loads
+        )
     plugins: Any = [] if engine is None else [PoolEnvironment()]
     fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, plugins=plugins)
     fabric.launch()
     network = adapted()
+    if base is not None:
+        for name, parameter in network.named_parameters():
+            parameter.data.mul_("lora_" in name)  # the checkpoint has the other values
     learns = [p for p in network.parameters() if p.requires_grad]
     model: Any
     model, optimizer = fabric.setup(network, torch.optim.SGD(learns, lr=0.5))
@@ -85,3 +100,22 @@ def test_exported_adapters_are_those_of_one_process(engine: str, tmp_path: Path)
     for name, x in want.items():
         torch.testing.assert_close(got[name], x, rtol=1e-7, atol=1e-10)
         assert x.abs().max() > 1e-6, name
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_weights_under_adapters_come_from_a_checkpoint(engine: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed: make test-trl")
+    make(torch.float64, seed=6).save_pretrained(tmp_path / "base")
+    found: list[dict[str, torch.Tensor]] = []
+    for name, world, how, base in (
+        ("alone", 1, None, None),
+        ("ranks", 2, engine, tmp_path / "base"),
+    ):
+        (tmp_path / name).mkdir()
+        run_ranks(world, trained, how, tmp_path / name, base=base)
+        found.append(load_file(tmp_path / name / "exported" / "adapter_model.safetensors"))
+    want, got = found
+    assert want.keys() == got.keys()
+    for name, x in want.items():
+        torch.testing.assert_close(got[name], x, rtol=1e-7, atol=1e-10)
