@@ -197,10 +197,10 @@ def test_a_token_that_the_mask_excludes_is_refused_by_name(ranks: int) -> None:
     )
 
 
-def preferred(
-    rank: int, world_size: int, settings: Settings | None, sides: str
-) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Two steps of a reward model that is a head of one number, called without labels: rows are pairs."""
+def set_up(
+    world_size: int, settings: Settings | None, name: str, **more: Any
+) -> tuple[Fabric, Any, Any, Any]:
+    """Fabric without labels of tokens, a model, and both as Fabric's."""
     torch.manual_seed(3)
     if settings is None:
         alone()
@@ -208,9 +208,18 @@ def preferred(
     plugins: Any = [] if settings is None else [PoolEnvironment()]
     fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy, plugins=plugins)
     fabric.launch()
-    made = make("LlamaForSequenceClassification", Case(), num_labels=1).double()
-    model: Any
-    model, optimizer = fabric.setup(made, torch.optim.SGD(made.parameters(), lr=0.1))
+    made = make(name, Case(), **more).double()
+    return fabric, made, *fabric.setup(made, torch.optim.SGD(made.parameters(), lr=0.1))
+
+
+def preferred(
+    rank: int, world_size: int, settings: Settings | None, sides: str
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Two steps of a reward model that is a head of one number, called without labels: rows are pairs."""
+    fabric, made, model, optimizer = set_up(
+        world_size, settings, "LlamaForSequenceClassification", num_labels=1
+    )
+    strategy: Any = fabric.strategy
     losses: list[torch.Tensor] = []
     for batch in batches("numbers", sides):
         del batch["labels"]
@@ -246,16 +255,8 @@ def answered(
 
     One process takes the model's own loss of rows without padding, which it does not exclude.
     """
-    torch.manual_seed(3)
-    if settings is None:
-        alone()
-    strategy: Any = "auto" if settings is None else UlyssesRingStrategy(labels="none", **settings)
-    plugins: Any = [] if settings is None else [PoolEnvironment()]
-    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy, plugins=plugins)
-    fabric.launch()
-    made = make(name, Case(), **ANSWERS[name]).double()
-    model: Any
-    model, optimizer = fabric.setup(made, torch.optim.SGD(made.parameters(), lr=0.1))
+    fabric, made, model, optimizer = set_up(world_size, settings, name, **ANSWERS[name])
+    strategy: Any = fabric.strategy
     losses: list[torch.Tensor] = []
 
     def softmax(logits: torch.Tensor, mask: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
