@@ -115,7 +115,10 @@ def said(rank: int, world_size: int, names: list[str], taught: bool) -> dict[str
 
 
 MEAN = r"a mean over other tokens than those with labels\..*count_targets\(mask\)"
-SUM = r"unscaled loss\..*how many targets its rank has.*sum that is meant.*self\.unshard\(losses"
+SUM = (
+    r"unscaled loss\..*how many targets its rank has.*For a sum write self\.sequence_sum\(losses of tokens, "
+    r"mask\)\.sum\(\).*self\.unshard\(losses"
+)
 OF_ROWS = r"a function of sums over sequences\..*its mean and its count.*self\.unshard\(x\)"
 CAUSES = {
     "sum": SUM,
