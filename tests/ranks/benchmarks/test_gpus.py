@@ -114,7 +114,7 @@ def run_line(rank: int, world_size: int, name: str, spoil: Spoil) -> str:
 
 
 def verdicts(name: str, spoil: Spoil) -> list[str]:
-    return run_ranks(2, run_line, name, spoil, timeout=240.0)
+    return run_ranks(2, run_line, name, spoil, timeout=100.0)
 
 
 TRAIN = "train, ddp ring, data 1 x cp 2, dense, sgd, float64"
