@@ -449,9 +449,8 @@ class SwapHandle:
         make = partial(make_plan, *arguments, exchange=self.exchange)
         plan = partial(make_plan_with_scores, make) if max_logits else make
         request = make_request(q, v, state.layout, spec, max_logits=max_logits)
-        agreed = request, spec.kind
-        made = plan() if agreed in self.agreed else self._agree_on_plan(plan, spec)
-        self.agreed.add(agreed)
+        known = (request, spec.kind) in self.agreed
+        made = plan() if known else self._agree_on_plan(plan, request, spec)
         self.requests[request] = tiles_of(state.layout)
         state.plans[call] = (
             spec,
@@ -460,15 +459,19 @@ class SwapHandle:
         return made
 
     def _agree_on_plan(
-        self, make: Callable[[], AttentionPlan], spec: AttentionSpec
+        self, make: Callable[[], AttentionPlan], request: Request, spec: AttentionSpec
     ) -> AttentionPlan:
         """Make the plan of a new kind of call, which has to be the same on all ranks."""
-        return self.checks.run(
+        made = self.checks.run(
             "an attention call",
             make,
             facts=lambda _: {"attention": spec.kind},
             remedy="All ranks that share a sample make the same attention calls, with the same settings.",
         )
+        if len(self.agreed) == _KINDS:  # on all ranks at once, as they agreed on the same
+            self.agreed.clear()
+        self.agreed.add((request, spec.kind))
+        return made
 
     def _plan_of_pass(self, inputs: AttentionInputs, state: StepState) -> AttentionPlan:
         """Return the plan of a pass for the largest scores of a call that did not return them."""
@@ -555,6 +558,9 @@ _FOREIGN_CALL = (
 def _noop() -> None:
     """Do nothing: the default callback."""
 
+
+_KINDS = 1024
+"""Kinds of attention calls that are known at most: a scale may change with every step."""
 
 _values_of = attrgetter(*[item.name for item in fields(AttentionSpec)])
 

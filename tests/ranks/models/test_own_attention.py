@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from lightning_cp import AttentionSpec, SequenceLayout, context_parallel_attenti
 from lightning_cp.attention import api
 from lightning_cp.errors import BatchMismatchError, ConfigError, LightningCPError, ShapeError
 from lightning_cp.fabric import UlyssesRingStrategy
+from lightning_cp.models import handle as handles
 from tests.helpers.pool import expect_on_every_rank, run_ranks
 from tests.helpers.pool.environment import PoolEnvironment
 from tests.helpers.strategies.small import (
@@ -261,6 +263,31 @@ def own_window(rank: int, step: int = 0) -> AttentionSpec:
 def own_cap_later(rank: int, step: int) -> AttentionSpec:
     """In the second step rank 1 leaves out a cap that both know."""
     return AttentionSpec(softcap=0.0 if step and rank else 2.0)
+
+
+def new_cap(rank: int, step: int = 0) -> AttentionSpec:
+    """Another cap in every call, as of a schedule."""
+    new_cap.calls = getattr(new_cap, "calls", 0) + 1  # type: ignore[attr-defined]
+    return AttentionSpec(softcap=2.0 + new_cap.calls)  # type: ignore[attr-defined]
+
+
+def annealed(rank: int, world_size: int) -> int:
+    """The kinds that are known after four calls, of which two are kept."""
+    with (
+        mock.patch.object(handles, "_KINDS", 2),
+        mock.patch.object(
+            handles.SwapHandle,
+            "_agree_on_plan",
+            autospec=True,
+            side_effect=handles.SwapHandle._agree_on_plan,
+        ) as agree,
+    ):
+        stepped(rank, world_size, new_cap, new_cap)
+        return max(len(call.args[0].agreed) for call in agree.call_args_list)
+
+
+def test_settings_that_change_with_every_call_are_not_kept_for_ever() -> None:
+    assert run_ranks(2, annealed) == [2, 2]
 
 
 @pytest.mark.parametrize(
