@@ -54,7 +54,7 @@ class AttentionPlan:
     delegate: Delegate | None = None
     """Functions that compute the ring, with ``exchange="ring_flash_attn"``."""
 
-    @property
+    @cached_property
     def own_sinks(self) -> torch.Tensor | None:
         """Sinks [h] of this rank's query heads, detached."""
         if self.sinks is None:
@@ -112,8 +112,11 @@ def make_plan(
     *,
     exchange: Exchange = DEFAULT_EXCHANGE,
     max_logits: bool = False,
+    request: Request | None = None,
 ) -> AttentionPlan:
     """Check this rank's inputs and plan the call; moves nothing.
+
+    ``request`` is the result of ``make_request``, if already known.
 
     Raises:
         ShapeError: q, k and v do not fit each other or the layout, or slopes or sinks do not fit q.
@@ -123,7 +126,8 @@ def make_plan(
     check_call(q_BLHD, k_BLKD, v_BLKD, mesh, layout, spec)
     heads = HeadSplit(q_BLHD.shape[2], k_BLKD.shape[2], mesh.ulysses_size)
     whole = schedule(layout, None, spec.mask)
-    request = make_request(q_BLHD, v_BLKD, layout, spec, max_logits=max_logits)
+    if request is None:
+        request = make_request(q_BLHD, v_BLKD, layout, spec, max_logits=max_logits)
     scale = spec.scale(q_BLHD.shape[3])
     every = Scores(abs(scale), spec.mask, float(spec.softcap), spec.alibi_slopes, max_logits)
     scores = every.of_heads(*heads.q_range(mesh.ulysses_rank))
@@ -188,7 +192,8 @@ def check_call(
     check_types(q_BLHD, k_BLKD, v_BLKD, spec)
     check_inputs(q_BLHD, k_BLKD, v_BLKD, layout)
     spec.check_slopes(q_BLHD)
-    check_sinks(spec.sinks, q_BLHD)
+    if spec.sinks is not None:
+        check_sinks(spec.sinks, q_BLHD)
     mesh.check_layout(layout)
 
 
@@ -202,7 +207,7 @@ def check_types(q_BLHD: object, k_BLKD: object, v_BLKD: object, spec: object) ->
     tensors = {"q_BLHD": q_BLHD, "k_BLKD": k_BLKD, "v_BLKD": v_BLKD}
     _check_types(spec=(spec, AttentionSpec), **{n: (x, torch.Tensor) for n, x in tensors.items()})
     shapes = [tuple(x.shape) for x in tensors.values() if isinstance(x, torch.Tensor)]
-    if any(len(shape) != 4 for shape in shapes):
+    if {*map(len, shapes)} != {4}:
         raise ShapeError(
             f"q, k and v must be [batch, local tokens, heads, head dim], got {', '.join(map(str, shapes))}. "
             "Give q, k and v as this rank's part of one sequence, of one dtype and device."

@@ -30,7 +30,7 @@ from lightning_cp.utils.tracing import profile_range
 def ring_forward(q_TBHD: torch.Tensor, keys: Keys, plan: AttentionPlan) -> AttentionResult:
     """Compute attention of this rank's queries [T, B, h, D] over the whole sequence."""
     q_BLHD = q_TBHD.transpose(0, 1)
-    single = plan.own_sinks is None and sum(bool(hop.tiles) for hop in plan.hops) == 1
+    single = plan.own_sinks is None and len([hop for hop in plan.hops if hop.tiles]) == 1
     state = Accumulator(q_BLHD, accumulate_dtype(q_TBHD.dtype), keys.value_dim, single=single)
     exchange = _KeyExchange(keys, plan)
     for hop in plan.hops:

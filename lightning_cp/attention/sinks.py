@@ -22,14 +22,12 @@ _TOKENS_AT_ONCE = 4096
 """Bounds the temporaries of the gradient."""
 
 
-def check_sinks(sinks_H: torch.Tensor | None, q_BLHD: torch.Tensor) -> None:
+def check_sinks(sinks_H: torch.Tensor, q_BLHD: torch.Tensor) -> None:
     """Check that there is one sink per query head, on the queries' device.
 
     Raises:
         ShapeError: naming both.
     """
-    if sinks_H is None:
-        return
     fits = sinks_H.shape == (q_BLHD.shape[2],) and sinks_H.dtype in _DTYPES
     if not fits or sinks_H.device != q_BLHD.device:
         raise ShapeError(

@@ -53,7 +53,8 @@ class AttentionSpec:
                 "For other masks use window or documents."
             )
         for name in ("softmax_scale", "softcap"):
-            object.__setattr__(self, name, _plain(getattr(self, name)))
+            if isinstance(value := getattr(self, name), torch.Tensor):
+                object.__setattr__(self, name, _plain(value))
         scale = self.softmax_scale
         if scale is not None and (not _is_number(scale) or scale == 0):
             raise ConfigError(
@@ -84,7 +85,7 @@ class AttentionSpec:
         """Causality and window, for the schedule."""
         return Mask(self.causal, self.window, uses_distance=self.alibi_slopes is not None)
 
-    @property
+    @cached_property
     def kind(self) -> str:
         """The values of a call, for ranks to compare; of tensors, their presence."""
         has = (self.alibi_slopes is not None, self.sinks is not None)
@@ -93,7 +94,7 @@ class AttentionSpec:
             f"softcap={self.softcap}, ALiBi={has[0]}, sinks={has[1]}"
         )
 
-    @property
+    @cached_property
     def needs(self) -> frozenset[str]:
         """Score features that a kernel must declare; sinks are added to the results of any kernel."""
         features = {"softcap": self.softcap != 0.0, "alibi": self.alibi_slopes is not None}
@@ -128,11 +129,9 @@ class AttentionSpec:
         return head_dim**-0.5 if self.softmax_scale is None else float(self.softmax_scale)
 
 
-def _plain(value: object) -> object:
+def _plain(value: torch.Tensor) -> object:
     """Convert a tensor of one number to it; one that requires a gradient stays a tensor, and is refused."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.requires_grad:
-        return value.item()
-    return value
+    return value.item() if value.numel() == 1 and not value.requires_grad else value
 
 
 def _is_number(value: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NoReturn
 
 import torch
@@ -41,7 +42,7 @@ class PositionInfo:
     longest: int = -1
     """The largest position of all; -1 if unknown."""
 
-    @property
+    @cached_property
     def restart(self) -> bool:
         """True if the batch is packed, and positions count within documents."""
         return self.packed and self.not_sequential

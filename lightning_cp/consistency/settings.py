@@ -166,7 +166,7 @@ def _settings(optimizer: Optimizer) -> list[tuple[int, str, tuple[float, ...]]]:
                 found.append((at, key, (x,)))
             elif key != "params" and x is not None:
                 every = x if isinstance(x, (tuple, list)) else (x,)
-                if all(map(_is_number, every)):
+                if {*map(type, every)} <= _USUAL or all(map(_is_number, every)):
                     found.append((at, key, tuple(map(float, every))))
     return found
 

@@ -7,8 +7,6 @@ defaults. The backward operators read their random state only with dropout, whic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 import torch
 from typing_extensions import override
 
@@ -16,25 +14,23 @@ from lightning_cp.kernels.devices import pre_ampere_obstacle, window_obstacle
 from lightning_cp.kernels.merge import Accumulator, GradientSums
 from lightning_cp.kernels.per_tile import (
     Gradients,
-    PerTileKernel,
+    TopLeftKernel,
     is_causal,
     pad_to_widest,
     replace_infinities,
-    split_causal,
     trim_gradients,
     trim_width,
 )
 from lightning_cp.kernels.protocol import QKV, Capabilities, Merged, Scores, accumulate_dtype
 from lightning_cp.kernels.reference import ReferenceKernel
 from lightning_cp.kernels.varlen import UNBOUNDED_WINDOW, FlashCall, VarlenKernel
-from lightning_cp.layout.mask import Mask
 from lightning_cp.layout.tiles import ALL_ROWS, Tile
 
 _HALF_PRECISION = frozenset({torch.bfloat16, torch.float16})
 _SINGLE_KEY = ReferenceKernel()
 
 
-class AtenCpuFlash(PerTileKernel):
+class AtenCpuFlash(TopLeftKernel):
     """``aten::_scaled_dot_product_flash_attention_for_cpu``.
 
     It takes tensors as [B, H, L, D] of any strides along B, H and L, so that transposed views cost
@@ -48,10 +44,6 @@ class AtenCpuFlash(PerTileKernel):
         masks=frozenset({"full", "causal"}),
         one_width=True,
     )
-
-    def calls(self, tiles: Sequence[Tile], mask: Mask) -> list[Tile]:
-        """Return tiles whose diagonal is at the top left, as the operator's is."""
-        return split_causal(tiles)
 
     def attend(self, inputs: QKV, tile: Tile, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
         """Call the operator; every query of a full or causal tile has a key, so lse is finite."""
@@ -144,7 +136,7 @@ def _window(call: FlashCall) -> dict[str, int | None]:
     }
 
 
-class AtenCudaCudnn(PerTileKernel):
+class AtenCudaCudnn(TopLeftKernel):
     """``aten::_scaled_dot_product_cudnn_attention`` on [B, H, L, D]; its lse is [B, H, L, 1].
 
     cuDNN refuses a single key (a document of which a rank holds one token), so the reference kernel computes
@@ -162,11 +154,6 @@ class AtenCudaCudnn(PerTileKernel):
         no_packs="PyTorch makes a cuDNN plan for each length of a tile, and never frees it",
         obstacle=lambda: pre_ampere_obstacle("cuDNN's attention"),
     )
-
-    @override
-    def calls(self, tiles: Sequence[Tile], mask: Mask) -> Iterable[Tile]:
-        """Split the tiles into parts whose diagonal is at the top left, as cuDNN's is."""
-        return split_causal(tiles)
 
     @override
     def attend(self, inputs: QKV, tile: Tile, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:

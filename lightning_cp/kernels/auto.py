@@ -12,7 +12,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from lightning_cp.errors import ConfigError
@@ -104,8 +103,7 @@ class Crossover(NamedTuple):
 
 def tiles_of(layout: SequenceLayout) -> Tiles:
     """Return the tiles of a layout."""
-    rows = () if layout.documents is None else layout.documents.rows
-    packed = not all(np.array_equal(row, [[0, layout.seq_len]]) for row in rows)
+    packed = layout.documents is not None and not layout.documents.is_dense
     queries = layout.local_len * layout.ulysses_size
     return Tiles(packed, 1 << queries.bit_length() - 1)
 

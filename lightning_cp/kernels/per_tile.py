@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 import torch
+from typing_extensions import override
 
 from lightning_cp.kernels.merge import Accumulator, GradientSums
 from lightning_cp.kernels.protocol import QKV, Capabilities, Merged, Scores
@@ -68,6 +69,24 @@ class PerTileKernel(ABC):
         """Return the tile's share of the gradients of its slices."""
 
 
+class TopLeftKernel(PerTileKernel):
+    """Kernel whose operator aligns the diagonal of a causal tile at the top left."""
+
+    @override
+    def calls(self, tiles: Sequence[Tile], mask: Mask) -> list[Tile]:
+        """Split the tiles that are not empty: the diagonal of a causal part begins at its top left."""
+        parts: list[Tile] = []
+        for tile in tiles:
+            if not (tile.q_len and tile.k_len):
+                continue
+            ahead = tile.delta if tile.mask == "causal" else 0
+            if ahead:
+                parts.append(tile._replace(k_len=ahead, mask="full"))
+                tile = tile._replace(k_start=tile.k_start + ahead, k_len=tile.q_len, delta=0)
+            parts.append(tile)
+        return parts
+
+
 def is_causal(tile: Tile) -> bool:
     """Return the causal flag for operators that align the diagonal at the bottom right.
 
@@ -76,20 +95,6 @@ def is_causal(tile: Tile) -> bool:
     aligned = tile.delta == tile.k_len - tile.q_len >= 0
     assert tile.mask != "causal" or aligned, f"{tile} does not end on its diagonal"
     return tile.mask == "causal"
-
-
-def split_causal(tiles: Iterable[Tile]) -> list[Tile]:
-    """Split tiles that are not empty: the diagonal of a causal part begins at its top left."""
-    parts: list[Tile] = []
-    for tile in tiles:
-        if not (tile.q_len and tile.k_len):
-            continue
-        ahead = tile.delta if tile.mask == "causal" else 0
-        if ahead:
-            parts.append(tile._replace(k_len=ahead, mask="full"))
-            tile = tile._replace(k_start=tile.k_start + ahead, k_len=tile.q_len, delta=0)
-        parts.append(tile)
-    return parts
 
 
 def replace_infinities(lse_BHL: torch.Tensor, value: float) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import zlib
 from collections.abc import Sequence
+from functools import cached_property
 from typing import SupportsIndex
 
 import numpy as np
@@ -162,7 +163,7 @@ class Documents:
         """True if all rows have the same documents, so that one tile list serves the batch."""
         return self._distinct == 1
 
-    @property
+    @cached_property
     def is_dense(self) -> bool:
         """True if every row is one document that fills the sequence."""
         return all(row.shape[0] == 1 and row[0, 1] - row[0, 0] == self.seq_len for row in self.rows)

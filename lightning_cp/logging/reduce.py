@@ -241,7 +241,7 @@ class _SharedCall:
     mismatches: Sequence[bool] = ()
     """One flag for each ``Mismatch``, if there is evidence."""
 
-    @property
+    @cached_property
     def is_plain_mean(self) -> bool:
         """True if ranks computed a mean alike: it is shown without a look at the values."""
         return self.kind in MEANS and not self.looks
@@ -352,8 +352,11 @@ class StepLog:
         of_step = [each.rows[0] for each in shared if each.is_loss]
         _compare([each for each in shared if waits or not each.is_plain_mean], of_step)
         if shares is not None and not waits:
-            plain = (each for each in shared if each.is_plain_mean and not each.is_loss)
-            flags = [(e.call.name, e.call.where, _differs_and_nan(e.rows[0])) for e in plain]
+            flags = [
+                (each.call.name, each.call.where, _differs_and_nan(each.rows[0]))
+                for each in shared
+                if each.is_plain_mean and not each.is_loss
+            ]
             self._nan.start(flags, shares)
         doubtful = [each for each in shared if each.looks and (each.differs or any(each.nan))]
         self._doubt(doubtful, calls, doubted)

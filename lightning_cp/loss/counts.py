@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import starmap, zip_longest
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -371,15 +372,16 @@ class TargetCounts:
     @property
     def differ(self) -> torch.Tensor | None:
         """True if a mean counted something else, or padding; on the device. ``None`` without any counts."""
-        flags = [_differ(*pair) for pair in self._pairs]
-        flags += [found for _, found in (*self._padding, *self._refusals)]
-        on_device = [flag for flag in flags if not flag.is_cpu]
-        on_host = [flag for flag in flags if flag.is_cpu]
+        on_host: list[torch.Tensor] = []
+        on_device: list[torch.Tensor] = []
+        noted = map(itemgetter(1), (*self._padding, *self._refusals))
+        for flag in (*starmap(_differ, self._pairs), *noted):
+            (on_host if flag.is_cpu else on_device).append(flag.any())
         if not on_device:
-            return torch.stack([flag.any() for flag in on_host]).any() if on_host else None
-        found = torch.stack([flag.any() for flag in on_device]).any()
+            return torch.stack(on_host).any() if on_host else None
+        found = torch.stack(on_device).any()
         # A copy of flags to the device would wait for it.
-        return torch.ones_like(found) if any(bool(flag.any()) for flag in on_host) else found
+        return torch.ones_like(found) if any(on_host) else found
 
     def check(self, step: int, group: dist.ProcessGroup | None) -> None:
         """Check that the losses of all ranks counted their targets, and no padding. Collective.

@@ -445,10 +445,11 @@ class SwapHandle:
         if call in state.plans:
             return state.plans[call][1]
 
+        request = make_request(q, v, state.layout, spec, max_logits=max_logits)
         arguments = (q, k, v, self.mesh, state.layout, spec, self.kernel)
         make = partial(make_plan, *arguments, exchange=self.exchange)
-        plan = partial(make_plan_with_scores, make) if max_logits else make
-        request = make_request(q, v, state.layout, spec, max_logits=max_logits)
+        with_scores = partial(make_plan_with_scores, make)
+        plan = with_scores if max_logits else partial(make, request=request)
         known = (request, spec.kind) in self.agreed
         made = plan() if known else self._agree_on_plan(plan, request, spec)
         self.requests[request] = tiles_of(state.layout)

@@ -139,8 +139,7 @@ class TokenDraws:
 
     def end(self) -> None:
         """End the step: everything is drawn as usual."""
-        self._tokens, self._per, self._off = None, [], 0
-        self.share_features()
+        self._tokens, self._per, self._off, self._shared = None, [], 0, (frozenset(), 0)
         self._tile, self._positions = slice(None), {}
         _active[:] = [ref for ref in _active if ref() not in (self, None)]
 

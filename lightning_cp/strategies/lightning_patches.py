@@ -109,12 +109,13 @@ def device_of_hooks(batch: Any, trainer: Trainer, device: Any) -> Any:
         device: the device of a batch that is there already, or that hooks of the module or its data move or
             change.
     """
+    for _, x in tensors_of(batch):
+        if x.device.type != "cpu":
+            return device
     hooks = trainer._data_connector._datahook_selector
-    names = ("transfer_batch_to_device", "on_after_batch_transfer")
-    if any(x.device.type != "cpu" for _, x in tensors_of(batch)):
-        return device
-    if hooks is not None and any(is_overridden(name, hooks.get_instance(name)) for name in names):
-        return device
+    for name in ("transfer_batch_to_device", "on_after_batch_transfer"):
+        if hooks is not None and is_overridden(name, hooks.get_instance(name)):
+            return device
     return torch.device("cpu")
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -181,22 +182,22 @@ def _relink(current: Any, ours: Any, original: Any) -> None:
         current = link.original
 
 
-class InstanceMethod:
+class InstanceMethod(partial[Any]):
     """A function in place of one instance's method; a copy of the instance has its original method.
 
     A pickle names nothing of this package, so it loads where the package is not installed.
     """
 
+    def __new__(cls, owner: Any, name: str, value: Function, *_: object) -> InstanceMethod:
+        return super().__new__(cls, value)
+
     def __init__(
         self, owner: Any, name: str, value: Function, link: ChainedPatch, plain: Function | None
     ) -> None:
-        self._owner, self._name, self._value, self._plain = owner, name, value, plain
+        self._owner, self._name, self._plain = owner, name, plain
         self.__wrapped__ = getattr(value, "__wrapped__", value)  # Lightning asks what is overridden
         self.__name__ = getattr(value, "__name__", name)
         setattr(self, LINK, link)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._value(*args, **kwargs)
 
     @property
     def _own(self) -> Any:

@@ -27,11 +27,12 @@ def start_to_host(
 ) -> tuple[dict[str, torch.Tensor], torch.cuda.Event | None]:
     """Return copies, which later changes do not reach, and the event of their completion; does not wait."""
     copies = {n: x.detach().to("cpu", non_blocking=True, copy=True) for n, x in tensors.items()}
-    if not any(x.is_cuda for x in tensors.values()):
-        return copies, None
-    event = torch.cuda.Event()
-    event.record()
-    return copies, event
+    for x in tensors.values():
+        if x.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+            return copies, event
+    return copies, None
 
 
 vector_norm: Callable[..., torch.Tensor] = torch.linalg.vector_norm

@@ -133,8 +133,9 @@ def read_mask(function: Callable[..., Any], seq_len: int) -> Visibility:
         case "bidirectional_mask_function":
             return Visibility()
         case "and_masks":
-            found = Visibility()
-            for part in _closure_arguments(function)["mask_functions"]:
+            first, *others = _closure_arguments(function)["mask_functions"]
+            found = read_mask(first, seq_len)
+            for part in others:
                 found = found & read_mask(part, seq_len)
             return found
         case "sliding_window_overlay":  # its window counts the query itself

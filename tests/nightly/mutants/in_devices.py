@@ -125,8 +125,8 @@ DEVICE_MUTANTS = (
     Mutant(
         "transforms on the device are left out",
         "lightning_cp/strategies/lightning_patches.py",
-        "if hooks is not None and any(",
-        "if hooks is None and any(",
+        "if hooks is not None and is_overridden(",
+        "if hooks is None and is_overridden(",
         (f"{TRANSFERS}[after-cuda]",),
         "A user's transforms run on the host, where they may not work or take long.",
     ),

@@ -91,7 +91,7 @@ def fit(rank: int, world_size: int, run: Run) -> dict[str, int]:
 
 
 LOADER = BATCH = CALL = MASK = STEP = FINITE = 1
-VALUES = LIGHTNING = 1
+VALUES = 1
 KINDS = {
     "plain": (Run(RING), LOADER + BATCH + STEP + FINITE, 1),
     "Hugging Face": (Run(RING, model="hf"), LOADER + BATCH + CALL + STEP + FINITE, 1),
@@ -106,7 +106,7 @@ def test_messages_of_a_step(kind: str) -> None:
     """Votes; one gather of values, logged and shown alike; and a plan for each kind of attention call."""
     run, votes, plans = KINDS[kind]
     ranks = 4 if run.sampler else 2
-    want = {"all_reduce": votes, "all_gather": VALUES, "broadcast": LIGHTNING, "make_plan": plans}
+    want = {"all_reduce": votes, "all_gather": VALUES, "make_plan": plans}
     assert run_ranks(ranks, fit, run) == [want] * ranks
 
 
