@@ -239,7 +239,7 @@ class SequenceLayout:
                 "Gather them from all ranks of the group first."
             )
         for x in shards:
-            self._check_size(x, dim, self.local_len, "unshard", "a local shard")
+            self.check_shard(x, dim)
         order = self._inverse.to(shards[0].device)
         return torch.cat(list(shards), dim).index_select(dim, order)
 
@@ -291,6 +291,14 @@ class SequenceLayout:
                 "Take the rank from the mesh: mesh.cp_rank."
             )
         return cp_rank
+
+    def check_shard(self, x: torch.Tensor, dim: int = 1) -> None:
+        """Check that a tensor has the tokens of one rank along ``dim``.
+
+        Raises:
+            ShapeError: it has not.
+        """
+        self._check_size(x, dim, self.local_len, "unshard", "a local shard")
 
     def _check_size(self, x: torch.Tensor, dim: int, want: int, verb: str, what: str) -> None:
         if not -x.dim() <= dim < x.dim():

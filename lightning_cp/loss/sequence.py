@@ -34,7 +34,10 @@ SAME_ARGUMENTS = (
     "index: -1 is the last token that is not padding. sequence_sum(mask) - 1 counts the tokens of whole "
     "rows, mask.sum(1) - 1 those of a rank."
 )
-"""The fix of arguments that differ between ranks."""
+"""The fix of arguments of ``sequence_*`` that differ between ranks."""
+
+SAME_VALUES = "Give all of them values of one shape and dtype, with a gradient or without."
+"""The fix of arguments of ``unshard`` that differ between ranks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -353,8 +356,21 @@ _ROWS = (
 
 def _arguments(x: torch.Tensor, mask: torch.Tensor | None = None) -> Facts:
     """Return facts that messages depend on; ranks that share a sample have equally many tokens."""
-    dtype, of_mask = (None if y is None else str(y.dtype).removeprefix("torch.") for y in (x, mask))
-    return {"values": f"{dtype} {list(x.shape)}", "a mask": of_mask}
+    return {"values": _text(x), "a mask": None if mask is None else _dtype_text(mask)}
+
+
+def facts_of_unshard(x: torch.Tensor, dim: int) -> Facts:
+    """Return what must be equal on all ranks before ``unshard`` exchanges their values."""
+    has_gradient = x.requires_grad and torch.is_grad_enabled()
+    return {"values": _text(x), "a dimension": dim % x.dim(), "a gradient": has_gradient}
+
+
+def _text(x: torch.Tensor) -> str:
+    return f"{_dtype_text(x)} {list(x.shape)}"
+
+
+def _dtype_text(x: torch.Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
 
 
 def _is_whole(x: torch.Tensor) -> bool:

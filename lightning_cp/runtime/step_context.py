@@ -24,10 +24,12 @@ from lightning_cp.loss.counts import TRAINS
 from lightning_cp.loss.review import LossReview
 from lightning_cp.loss.sequence import (
     SAME_ARGUMENTS,
+    SAME_VALUES,
     Index,
     PartialSums,
     SequenceTokens,
     check_same_rows,
+    facts_of_unshard,
     gather_rows,
 )
 from lightning_cp.loss.terms import NO_COUNT, declared_count, divisor
@@ -281,9 +283,26 @@ class StepContext:
         return unshard_output(output, self.mesh, self.part.layout, dims)
 
     def unshard(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return the whole tensor of a local one, in original order and length; differentiable."""
-        self.before_data()
-        return x if self.part is None else self.mesh.unshard(x, self.part.layout, dim=dim)
+        """Return the whole tensor of a local one, in original order and length; differentiable.
+
+        Every rank calls this; all know if one cannot.
+
+        Raises:
+            ShapeError: values of other tokens than this rank's.
+            RankFailure: that happened on another rank.
+            BatchMismatchError: another rank does not call this, or gives it other values.
+        """
+        handle = self._binding.handle
+        if self.part is None or handle is None:
+            return x
+        layout = self.part.layout
+        handle.checks.run(
+            "unshard",
+            partial(layout.check_shard, x, dim),
+            facts=lambda _: facts_of_unshard(x, dim),
+            remedy=SAME_VALUES,
+        )
+        return self.mesh.unshard(x, layout, dim=dim)
 
     def sequence_sum(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Return the sums of local values over whole sequences; see ``SequenceTokens``."""

@@ -24,6 +24,7 @@ VALUES = "tests/ranks/loss/test_sequence.py::test_"
 LOOPS = "tests/ranks/loss/test_sequence_losses.py::test_"
 HEADS = "tests/ranks/models/test_row_heads.py::test_a_head_takes_its_token_from_any_rank"
 ROUTERS = "tests/ranks/models/test_router_loss.py::test_it_is_one_process_s"
+UNSHARD = "tests/ranks/loss/test_unshard.py::test_"
 OTHERS = "tests/ranks/loss/test_other_strategies.py::test_"
 DECLARED = "tests/ranks/loss/test_counts.py::test_"
 ROWS = "tests/ranks/parity/test_row_losses.py::test_"
@@ -116,6 +117,22 @@ LOSS_MUTANTS = (
         "check_equal({}, group, what=what, error=error, remedy=remedy)",
         (f"{LOOPS}arguments_that_differ_between_ranks",),
         "Messages of other sizes, which wait for ever or are read from memory that was not written.",
+    ),
+    Mutant(
+        "values of unshard are not compared",
+        STEP,
+        "facts=lambda _: facts_of_unshard(x, dim),",
+        "",
+        (f"{UNSHARD}values_that_differ_between_ranks",),
+        "Ranks read memory that was not written, or wait for ever.",
+    ),
+    Mutant(
+        "unshard takes any number of tokens",
+        STEP,
+        "partial(layout.check_shard, x, dim),",
+        "lambda: None,",
+        (f"{UNSHARD}values_of_some_tokens",),
+        "The error does not say what is wrong with the values.",
     ),
     Mutant(
         "rows of other data ranks without a gradient",
