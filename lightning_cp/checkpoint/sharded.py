@@ -20,7 +20,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain, product
@@ -268,11 +267,12 @@ def report_failure(note: Path, why: str, part: Path) -> bool:
     discard(part)
     try:
         write_note(note, json.dumps({"failed": why}))
-        return True
     except OSError:
-        with suppress(OSError):
+        try:
             note.touch()  # an empty file needs no room
-        return note.parent.is_dir()
+        except OSError:
+            return note.parent.is_dir()
+    return True
 
 
 def read_note(note: Path) -> dict[str, Any]:

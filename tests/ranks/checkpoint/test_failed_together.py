@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -80,6 +81,19 @@ def test_a_rank_without_room_for_a_note_is_not_waited_for() -> None:
     assert left == []
     assert "rank 1: its part could not be written" in one
     assert "No space left on device" in other
+
+
+def test_a_first_rank_that_reads_a_note_at_once_has_waited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It removes the folder before the rank that failed goes on."""
+    note = tmp_path / "a" / "done"
+    note.parent.mkdir()
+    note.touch()
+    monkeypatch.setattr(notes, "write_note", full)
+    monkeypatch.setattr(Path, "touch", lambda note: shutil.rmtree(note.parent))
+    assert notes.report_failure(note, "no room", tmp_path / "a" / "part")
+    assert not notes.report_failure(note, "no room", tmp_path / "a" / "part")
 
 
 def test_what_could_not_be_deleted_goes_with_the_next_save(
