@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import starmap, zip_longest
 from operator import itemgetter
 from typing import Any
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.comm.consensus import gather_objects
 from lightning_cp.errors import ConfigError
-from lightning_cp.loss.terms import DECLARE, LossFactors, LossTerms
+from lightning_cp.loss.terms import DECLARE, LossFactors, LossTerms, derivatives
 from lightning_cp.utils.autograd_notes import Count
 from lightning_cp.utils.tensors import to_list, vector_norm
 
@@ -40,7 +40,7 @@ JOINED = (
 
 GATHERED = (
     "the loss combines values of whole sequences with something that each rank computes of its own tokens "
-    "(the norm of their gradient, by target, is {:g} on rank {} and {:g} on rank {}), which has to come from "
+    "(the norm of its derivative by them is {:g} on rank {} and {:g} on rank {}), which has to come from "
     "sequence_sum, sequence_mean, sequence_pick or unshard, too; so "
 )
 """Start of a message that ``ASK`` completes."""
@@ -92,27 +92,20 @@ class SharedValues:
     """Values of one loss that must be equal on ranks that share a sample; norms stay on the device."""
 
     weighted: Count
-    """This rank's targets; 0: its loss adds nothing."""
+    """This rank's targets."""
     joined: Sequence[torch.Tensor] = ()
     """float64 [2] each: of values that terms of parameters compute with another tensor."""
-    gradients: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    """float64 [2] each: of gradients of values of ``unshard``, divided by targets."""
+    gradients: Sequence[torch.Tensor] = ()
+    """float64 [2] each: of the loss's derivatives by values of whole sequences, before it is weighted."""
     factors: Sequence[float | torch.Tensor] = ()
     """Numbers and one-element tensors that a loss by hand is multiplied or divided by."""
     value: Sequence[torch.Tensor] = ()
     """float64 [2]: of a loss that must be the same number on all ranks; empty for any other."""
     value_digits: int = 17
-    digits: int = 17
+    digits: int = 5
     """Compared digits of gradients in every step; joined values must be equal to the last digit."""
     is_followed: bool = False
     """True if the loss has any of these."""
-
-    def take_gradient(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Record the gradient of a value of ``unshard`` (a hook): it is proportional to the rank's weight."""
-        x = gradients[0]
-        if x is not None and not isinstance(x, DTensor):
-            self.gradients.append(norm_and_projection(x) / self.weighted)
-            self.digits = 5 if torch.finfo(x.dtype).eps < 1e-6 else 2
 
     @property
     def votes(self) -> tuple[list[str], list[str], list[str]]:
@@ -126,10 +119,12 @@ class SharedValues:
 
         Short texts of two near values may differ by a digit: where a vote finds that, all digits decide.
         """
-        gradients = self.gradients if self.gradients and float(self.weighted) else []
+        gradients = format_values(self.gradients, digits)
+        if not any(map(float, gradients)) and not float(self.weighted):
+            gradients = []  # a loss times 0, of a rank without targets
         return (
             format_values(self.joined, 17),
-            format_values(gradients, digits),
+            gradients,
             format_values(self.value, value_digits),
         )
 
@@ -183,7 +178,7 @@ def first_difference(
     own: Sequence[str], others: Sequence[str], digits: int
 ) -> tuple[float, float] | None:
     """Return the norms of the first finite value that differs by more than rounding, or ``None``."""
-    limit = 0.05 if digits < 3 else 1e-5 if digits > 5 else 1e-4
+    limit = {2: 0.05, 3: 1e-2, 5: 1e-4}.get(digits, 1e-5)
     pairs = [(float(a), float(b)) for a, b in zip(own, others, strict=False)]
     for (norm, other), *more in (pairs[at : at + 2] for at in range(0, len(pairs), 2)):
         apart = max(abs(a - b) for a, b in [(norm, other), *more])
@@ -232,6 +227,7 @@ class TargetCounts:
 
     def note_shared(
         self,
+        loss: torch.Tensor,
         weighted: Count,
         means: LossTerms | None,
         factors: LossFactors | None = None,
@@ -242,6 +238,7 @@ class TargetCounts:
         Every rank records every loss, so that the same ones are compared.
 
         Args:
+            loss: before it is weighted.
             weighted: the targets of this rank.
             means: the terms of the loss; ``None``: none are compared.
             factors: of a loss by hand.
@@ -255,8 +252,10 @@ class TargetCounts:
         if means is not None:
             values.is_followed |= bool(means.joined or means.gathered)
             values.joined = [norm_and_projection(x) for x in means.joined]
-            for node in means.gathered:
-                node.register_prehook(values.take_gradient)
+            gradients = [x for x in derivatives(loss, means) if not isinstance(x, DTensor)]
+            values.gradients = list(map(norm_and_projection, gradients))
+            if any(x.itemsize < 4 for x in gradients):
+                values.digits = 3
         if whole is not None:
             values.value = [norm_and_projection(whole)]
             values.value_digits = 6 if torch.finfo(whole.dtype).eps < 1e-6 else 2

@@ -183,7 +183,9 @@ def _note(
     counts.note_padding(*weight.padding(by_hand=not is_known, asked=padding_asked))
     factors = factors_of(loss, weight.tokens) if follows and not is_known else None
     whole = weight.own_value(loss) if weight.without_labels and not weight.is_declared else None
-    counts.note_shared(weight.targets, None if passes else means, factors, whole)
+    # The declared count of a mean says nothing about values of whole sequences that are added to it.
+    compares = not means.has_products if weight.is_declared else not passes
+    counts.note_shared(loss, weight.targets, means if compares else None, factors, whole)
 
 
 def _facts_of(loss: torch.Tensor, means: LossTerms, weight: StepLoss) -> ProbeLoss:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, SupportsIndex, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -23,6 +24,7 @@ from lightning_cp.comm.derivatives import check_first_derivative
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import SequenceLayout
+from lightning_cp.layout.documents import Intervals
 from lightning_cp.utils.autograd_notes import Origin, note_origin
 from lightning_cp.utils.tensors import to_device, to_list
 
@@ -91,8 +93,9 @@ class SequenceTokens:
         rows: int,
         mask: torch.Tensor | None = None,
         device: torch.device | str = "cpu",
+        counted: torch.Tensor | None = None,
     ) -> SequenceTokens:
-        """Find a rank's tokens in the sequences of a batch.
+        """Find a rank's tokens in the sequences of a batch; documents of padding alone are no sequences.
 
         Args:
             layout: of the batch, with its documents.
@@ -101,13 +104,20 @@ class SequenceTokens:
             mask: [B or 1, S] on any device, 0 for padding that the documents may not know; ``None``: no more
                 padding. It waits for the device.
             device: of the result.
+            counted: [B, S], 0 for other tokens without a place in their sequences; as ``mask``.
         """
         positions = layout.positions(cp_rank).numpy()
         known = layout.documents
         every = [np.array([[0, layout.seq_len]])] if known is None else list(known.rows)
         every = every * rows if len(every) == 1 else every
         is_packed = any(len(spans) > 1 for spans in every)
-        kept = None if mask is None else (mask != 0).expand(rows, -1).cpu().numpy()
+        real, kept = (
+            None if x is None else (x != 0).expand(rows, -1).cpu().numpy() for x in (mask, counted)
+        )
+        if real is not None:
+            kept = real if kept is None else real & kept
+            if is_packed:
+                every = list(map(_with_tokens, every, real))
         owner, place = (np.full((rows, len(positions)), fill) for fill in (-1, 0))
         lengths: list[int] = []
         for row, spans in enumerate(every):
@@ -148,7 +158,7 @@ class SequenceTokens:
         if mask is None:
             return found
         found.check_mask(mask)
-        return cls.of(SequenceLayout(tokens), 0, rows, mask, device)
+        return cls.of(SequenceLayout(tokens), 0, rows, None, device, mask)
 
     @property
     def count(self) -> int:
@@ -160,7 +170,7 @@ class SequenceTokens:
 
         Args:
             x: [B, L, ...], values of this rank's tokens; sums of whole numbers and flags are int64.
-            mask: [B, L], bool or weights of these tokens, learned or not; ``None``: all count.
+            mask: [B or 1, L], bool or weights of these tokens, learned or not; ``None``: all count.
 
         Raises:
             ShapeError: values or a mask of other tokens.
@@ -183,7 +193,7 @@ class SequenceTokens:
         if mask is None:
             counts = to_device(torch.tensor(self.lengths, dtype=sums.dtype), x.device)
             return PartialSums(sums, lambda whole: _divide(whole, counts).to(dtype), arguments)
-        counted = self._local_sums(mask.to(sums.dtype), None)
+        counted = self._local_sums(mask.to(sums.dtype).expand(len(self.owner), -1), None)
         joined = torch.cat([sums.reshape(self.count, -1), counted[:, None]], dim=1)
 
         def finish(whole: torch.Tensor) -> torch.Tensor:
@@ -227,6 +237,7 @@ class SequenceTokens:
         more = [1] * (x.dim() - 2)
         if mask is not None:
             self.check_mask(mask)
+            mask = mask.expand_as(is_padding)
             counts = mask.masked_fill(is_padding, 0).view(*mask.shape, *more)
             weighted = x if mask.dtype is torch.bool else x * counts
             # What does not count may be NaN; a learned weight of 0 has the gradient of any other.
@@ -238,12 +249,13 @@ class SequenceTokens:
         return sums.index_add(0, self.owner.clamp(min=0).flatten(), x.flatten(0, 1))
 
     def check_mask(self, mask: torch.Tensor) -> None:
-        """Check that a mask has one value for each of this rank's tokens.
+        """Check that a mask has a value for each of this rank's tokens, in one line for all rows or in each.
 
         Raises:
             ShapeError: naming both shapes.
         """
-        self._check_shape("mask", mask)
+        is_one_line = mask.dim() == 2 and mask.shape[0] == 1
+        self._check_shape("mask", mask.expand(len(self.owner), -1) if is_one_line else mask)
         if mask.dim() != 2:
             raise ShapeError(
                 f"mask has one value for each token, {list(self.owner.shape)}, got {tuple(mask.shape)}. "
@@ -277,7 +289,12 @@ class SequenceTokens:
         given = to_list(index) if isinstance(index, torch.Tensor) else index
         if isinstance(given, SupportsIndex):
             given = [operator.index(given)] * self.count
-        found = [operator.index(each) for each in given]
+        try:
+            found = [operator.index(each) for each in given]
+        except TypeError as error:
+            raise ShapeError(
+                f"sequence_pick needs whole numbers as indices, got {given!r}. Give integers: index.long()."
+            ) from error
         if len(found) != self.count:
             raise ShapeError(
                 f"sequence_pick needs one index for each {self._kind}, of which there are {self.count}, got "
@@ -299,6 +316,12 @@ class SequenceTokens:
                     f"padding. Give 0 to {length - 1}, or -1 for the last."
                 )
         return [length - 1 if index < 0 else index for index, length in pairs]
+
+
+def _with_tokens(spans: Intervals, real: npt.NDArray[np.bool_]) -> Intervals:
+    """Return the documents [n, 2] of a row that have tokens which are not padding, given as bool [S]."""
+    before = np.concatenate([[0], np.cumsum(real)])
+    return spans[before[spans[:, 1]] > before[spans[:, 0]]]
 
 
 def pick_positions(x: torch.Tensor, at: torch.Tensor, positions: torch.Tensor) -> PartialSums:

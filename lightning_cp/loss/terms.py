@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils._python_dispatch import (
@@ -40,15 +40,20 @@ class LossTerms(NamedTuple):
     """Saved values of parameter terms to which another tensor is added; a function of parameters alone is
     equal on all ranks."""
     gathered: tuple[Any, ...] = ()
-    """Nodes of values of ``unshard`` that terms are computed from."""
+    """Nodes of values of whole sequences that terms are computed from."""
+    between: frozenset[Any] = frozenset()
+    """Nodes between the loss and these values, which are not behind a mean over targets."""
+    has_products: bool = False
+    """A value of whole sequences is multiplied by one of a rank's own tokens."""
 
 
 def loss_terms(loss: torch.Tensor) -> LossTerms:
     """Return the terms of a loss; terms of whole sequences do not count as other terms."""
     counts: list[Count] = []
     numbers: list[float] = []
-    own_factor = other_terms = False
+    own_factor = other_terms = has_products = False
     shared: list[Any] = []
+    linear: list[Any] = []
     ahead: list[Any] = [_producer(loss.grad_fn, loss.output_nr)]
     while ahead:
         node = ahead.pop()
@@ -64,6 +69,7 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
         elif origin is Origin.SEQUENCE:
             shared.append(node)
         elif operator in _LINEAR:
+            linear.append(node)
             numbers += [node._saved_alpha] if getattr(node, "_saved_alpha", 1) != 1 else []
             ahead.extend(sources)
         elif operator in ("Mul", "Div"):
@@ -72,7 +78,10 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
                 other_terms = True
                 continue
             other_terms |= not factors and not _is_shared(node)
-            shared += [x for x in (sources if factors else [node]) if x not in factors]
+            of_sequence = [x for x in (sources if factors else [node]) if x not in factors]
+            has_products |= bool(factors and of_sequence)
+            linear += [node] if factors else []
+            shared += of_sequence
             if factors or not _is_of_parameters(node):
                 constants = _constants(node)
                 own_numbers = [x for x in constants if _is_number(x)]
@@ -86,9 +95,75 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
     if not shared:
         return LossTerms(counts, own_factor, numbers, other_terms)
     numbers += _numbers_within(shared)
+    gathered = tuple(x for x in graph_nodes(shared, _inputs) if origin_of(x) is Origin.SEQUENCE)
+    between = frozenset((*linear, *graph_nodes(shared, _inputs)))
+    joined = _joined_values(shared)
     return LossTerms(
-        counts, own_factor, numbers, other_terms, _joined_values(shared), _unshard_nodes(shared)
+        counts, own_factor, numbers, other_terms, joined, gathered, between, has_products
     )
+
+
+def derivatives(loss: torch.Tensor, terms: LossTerms) -> list[torch.Tensor]:
+    """Return the derivative of a loss by each value of whole sequences, with the others held constant.
+
+    The autograd engine would go on behind these values, through the model and its collectives. Here only the
+    nodes in ``terms.between`` are called, and may be called again by the engine.
+    """
+    found: dict[Any, list[torch.Tensor | None]] = {}
+    end, number = _producing_edge(loss.grad_fn, loss.output_nr)
+    _add(found, end, number, torch.ones_like(loss))
+    with torch.no_grad(), torch.autocast(loss.device.type, enabled=False):
+        for node in _users_first(end, terms.between):
+            if node in terms.gathered or node not in found:
+                continue
+            passed = _call(node, found.pop(node))
+            for edge, x in zip(node.next_functions, passed, strict=True):
+                source, number = _producing_edge(*edge)
+                if x is not None and source in terms.between:
+                    _add(found, source, number, x)
+    return [x for node in terms.gathered for x in found.get(node, ()) if x is not None]
+
+
+def _call(node: Any, by_outputs: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """Return the derivatives by the inputs of a node, given those by its outputs."""
+    if callable(node):
+        passed = node(*by_outputs)
+    else:  # of a Python autograd function, which is given zeros for missing ones
+        outputs = zip(by_outputs, node._input_metadata, strict=True)
+        passed = node.apply(
+            *[
+                torch.zeros(like.shape, dtype=like.dtype, device=like.device) if x is None else x
+                for x, like in outputs
+            ]
+        )
+    return cast("tuple[torch.Tensor | None, ...]", passed if type(passed) is tuple else (passed,))
+
+
+def _add(
+    found: dict[Any, list[torch.Tensor | None]], node: Any, number: int, x: torch.Tensor
+) -> None:
+    """Add a derivative by an output of a node, in its shape and dtype, as the autograd engine does."""
+    of_output = node._input_metadata[number]
+    x = x.sum_to_size(of_output.shape).to(of_output.dtype)
+    sums = found.setdefault(node, [None] * len(node._input_metadata))
+    before = sums[number]
+    sums[number] = x if before is None else before + x
+
+
+def _users_first(end: Any, between: frozenset[Any]) -> list[Any]:
+    """Return nodes of ``between`` from the end of a graph on, each behind all nodes that use its values."""
+    found: dict[Any, None] = {}
+    ahead = [(end, False)]
+    seen: set[Any] = set()
+    while ahead:
+        node, is_done = ahead.pop()
+        if is_done:
+            found[node] = None
+        elif node in between and node not in seen:
+            seen.add(node)
+            ahead.append((node, True))
+            ahead += [(source, False) for source in _inputs(node)]
+    return list(reversed(found))
 
 
 def ignores_label(loss: torch.Tensor, label: int) -> bool:
@@ -232,9 +307,14 @@ def _sources(node: Any) -> list[Any]:
 
 def _producer(node: Any, number: int) -> Any:
     """Return the node that computed an output of this one, behind functions that return their inputs."""
+    return _producing_edge(node, number)[0]
+
+
+def _producing_edge(node: Any, number: int) -> tuple[Any, int]:
+    """Return the same node with the number of its output."""
     while node is not None and node.name() in _IDENTITIES and origin_of(node) is None:
         node, number = node.next_functions[number]
-    return node
+    return node, number
 
 
 def _count_of(node: Any, operator: str, origin: Origin | Count | None) -> Count | None:
@@ -384,11 +464,6 @@ def _numbers_within(terms: Iterable[Any]) -> list[float]:
     """Return the numbers that parameters are multiplied or divided by within parameter terms."""
     nodes = graph_nodes(filter(_is_of_parameters, terms), _sources)
     return [x for node in nodes if _operator(node) in ("Mul", "Div") for x in _numbers_of(node)]
-
-
-def _unshard_nodes(terms: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the nodes of ``unshard`` values that terms are computed from, in the order of the graph."""
-    return tuple(x for x in graph_nodes(terms, _inputs) if origin_of(x) is Origin.SEQUENCE)
 
 
 def _saved_tensors(node: Any) -> list[torch.Tensor]:

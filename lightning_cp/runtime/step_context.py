@@ -364,8 +364,8 @@ class StepContext:
     ) -> SequenceTokens:
         """Return this rank's tokens of sequences; ``counted`` is [B, S]."""
         padding = None if self._binding.rules.reads_masks else part.padding_mask
-        mask = _both(padding, counted)
-        return SequenceTokens.of(part.layout, self.mesh.cp_rank, part.rows, mask, device)
+        rank, rows = self.mesh.cp_rank, part.rows
+        return SequenceTokens.of(part.layout, rank, rows, padding, device, counted)
 
     def _whole_sequences(self, x: torch.Tensor, counted: torch.Tensor | None) -> SequenceTokens:
         """Return the sequences of a batch that this rank has whole; its padding is known from the batch."""
@@ -376,7 +376,7 @@ class StepContext:
             return found
         layout = SequenceLayout(batch.seq_len, documents=documents_of(batch, rules))
         padding = None if rules.reads_masks else padding_mask_of(batch.tensors)
-        return SequenceTokens.of(layout, 0, batch.rows, _both(padding, counted), x.device)
+        return SequenceTokens.of(layout, 0, batch.rows, padding, x.device, counted)
 
     def draw_whole(
         self, draw: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dim: int
@@ -506,13 +506,6 @@ class StepContext:
             self._losses.counts.note_padding(TRAINS, state.take_padding_gradients())
             self._losses.counts.note_refusals(state.take_refusals())
             self.loss.after_backward(state, parameters)
-
-
-def _both(mask: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    """Return bool [B, S]: tokens that both masks count, on the device of the second; ``None`` counts all."""
-    if mask is None or other is None:
-        return other if mask is None else mask
-    return (mask.to(other.device) != 0) & (other != 0)
 
 
 _NO_BATCH = (

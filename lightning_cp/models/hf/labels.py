@@ -136,6 +136,14 @@ _CHANGED = (
 )
 
 
+_WITHOUT_LABELS = (
+    "the model was called with labels=, but labels='none' says that batches have no labels of tokens, so "
+    "that ranks have counted none, and shift none over their ends. Declare labels='shift'; or leave labels= "
+    "out of the call, and compute the loss from sequence_sum, sequence_mean, sequence_pick or unshard. "
+    "Targets that the step draws: call count_targets(mask), and give the model shift_labels=."
+)
+
+
 def _shifted(call: dict[str, Any], state: StepState) -> torch.Tensor:
     """Return the targets of a model that shifts: the step's own, or the batch's if labels are unchanged."""
     own, ours = call.get("shift_labels"), state.aligned_labels
@@ -144,6 +152,8 @@ def _shifted(call: dict[str, Any], state: StepState) -> torch.Tensor:
     if sharded is not None and labels.shape == sharded.shape:
         changed = (labels != sharded).any()
     if own is None:
+        if state.labels_read == "none":
+            raise ConfigError(_WITHOUT_LABELS)
         if ours is None or changed is None:
             raise ConfigError(_CHANGED)
         state.refuse_if(changed, _CHANGED)

@@ -9,6 +9,7 @@ TRAINER = "tests/ranks/consistency/test_finite.py::test_a_trainer_stops"
 
 COUNTS = "lightning_cp/loss/counts.py"
 KINDS = "tests/ranks/loss/test_loss_kinds.py::test_"
+WHOLE = "tests/ranks/loss/test_whole_values.py::test_"
 LATER = "tests/ranks/parity/test_later_losses.py::test_"
 SEVERAL = "tests/ranks/loss/test_several_counts.py::test_"
 ENDS = "tests/ranks/strategies/test_fabric_ends.py::test_"
@@ -65,8 +66,8 @@ GUARD_MUTANTS = (
     Mutant(
         "gradients of whole rows are not followed",
         COUNTS,
-        "                node.register_prehook(values.take_gradient)\n",
-        "                pass\n",
+        "values.gradients = list(map(norm_and_projection, gradients))",
+        "values.gradients = []",
         (f"{KINDS}whole_rows_with_a_rank_s_own_tensor_are_refused[ring 3-whole_by_its_count]",),
         "A whole sum over the number of a rank's own targets trains on, without a word.",
     ),
@@ -79,12 +80,28 @@ GUARD_MUTANTS = (
         "Rounding that changes a digit refuses an exact loss.",
     ),
     Mutant(
-        "the weight of a rank is left in its gradient",
-        COUNTS,
-        "norm_and_projection(x) / self.weighted",
-        "norm_and_projection(x)",
-        (f"{KINDS}whole_rows_with_a_tensor_of_whole_rows_are_exact[hybrid]",),
-        "Right losses of whole rows beside a mean over targets are refused.",
+        "a value that is used twice has one derivative",
+        "lightning_cp/loss/terms.py",
+        "sums[number] = x if before is None else before + x",
+        "sums[number] = x",
+        ("tests/unit/loss/test_derivatives.py::test_they_are_those_of_the_engine",),
+        "Ranks compare a part of what a loss computes from values of whole rows.",
+    ),
+    Mutant(
+        "a declared count stands for values of whole rows too",
+        "lightning_cp/loss/review.py",
+        "compares = not means.has_products if weight.is_declared else not passes",
+        "compares = not passes",
+        (f"{WHOLE}a_rank_s_own_count_is_refused[no label-beside_counted-hybrid]",),
+        "A whole sum over the number of a rank's own tokens trains on beside a counted mean.",
+    ),
+    Mutant(
+        "a counted mean times a value of whole rows is compared",
+        "lightning_cp/loss/review.py",
+        "compares = not means.has_products if weight.is_declared else not passes",
+        "compares = weight.is_declared or not passes",
+        (f"{WHOLE}they_equal_one_process[multiplied-ring 2]",),
+        "A right loss is refused.",
     ),
     Mutant(
         "norms alone",

@@ -119,6 +119,14 @@ LOSS_MUTANTS = (
         "Messages of other sizes, which wait for ever or are read from memory that was not written.",
     ),
     Mutant(
+        "documents of padding are sequences",
+        SEQUENCE,
+        "every = list(map(_with_tokens, every, real))",
+        "pass",
+        ("tests/ranks/loss/test_whole_values.py::test_a_document_of_padding_is_no_sequence",),
+        "A mean over documents counts padding, and their last token cannot be picked.",
+    ),
+    Mutant(
         "values of unshard are not compared",
         STEP,
         "facts=lambda _: facts_of_unshard(x, dim),",

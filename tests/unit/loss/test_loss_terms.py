@@ -15,7 +15,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.loss.counts import TargetCounts
-from lightning_cp.loss.terms import declared_count, divisor, factors_of, loss_terms, targets_of
+from lightning_cp.loss.terms import (
+    LossTerms,
+    declared_count,
+    divisor,
+    factors_of,
+    loss_terms,
+    targets_of,
+)
 from lightning_cp.utils.autograd_notes import Origin, note_origin
 
 TARGETS = torch.tensor([[0, 1, -100, 2], [3, -100, 4, 4]])
@@ -241,7 +248,8 @@ def test_a_small_part_of_another_tensor_is_told(term: Any) -> None:
     parameter = nn.Parameter(torch.zeros(40000, 8))
     for x in (own, own.index_fill(0, torch.tensor([7]), 0.0)):
         counts = TargetCounts()
-        counts.note_shared(3, loss_terms(mean(tokens()) + 0.1 * term(parameter, x)))
+        loss = mean(tokens()) + 0.1 * term(parameter, x)
+        counts.note_shared(loss, 3, loss_terms(loss))
         other.append(counts.numbers[-1][0])
     a, b = ([float(number) for number in each] for each in other)
     assert len(a) == len(b) > 0
@@ -262,7 +270,7 @@ def test_factors_of_zero() -> None:
 def test_what_is_noted_of_other_functions() -> None:
     loss = tokens().sum()
     note_origin(loss, 5)
-    assert loss_terms(0.5 * loss) == ([5], False, [0.5], False, (), ())
+    assert loss_terms(0.5 * loss) == LossTerms([5], False, [0.5])
     soft = torch.full((6, 5), 0.2)
     assert targets_of(soft, None, -100, 5) == 6
 

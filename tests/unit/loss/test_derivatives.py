@@ -1,0 +1,106 @@
+"""Derivatives of a loss by values of whole sequences: those of the autograd engine for such leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules._functions import BackwardHookFunction
+
+from lightning_cp.loss.terms import derivatives, loss_terms
+from lightning_cp.utils.autograd_notes import Origin, note_origin
+
+Loss = Callable[..., torch.Tensor]
+
+
+class Cubes(torch.autograd.Function):
+    """A user's function with two outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x)
+        return x**3, x.detach() * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * 3 * x**2 + gradients[1] * 2
+
+
+def raw(seed: int) -> torch.Tensor:
+    draws = torch.Generator().manual_seed(seed)
+    return torch.randn(3, 4, dtype=torch.float64, generator=draws)
+
+
+def noted(x: torch.Tensor, origin: Origin = Origin.SEQUENCE) -> torch.Tensor:
+    note_origin(x, origin)
+    return x
+
+
+def own_mean() -> torch.Tensor:
+    """A mean over a rank's own targets."""
+    logits = noted(nn.Parameter(raw(5)) * 2, Origin.TOKENS)
+    return F.cross_entropy(logits, torch.tensor([1, -100, 2]))
+
+
+WEIGHT = nn.Parameter(raw(6)[0])
+
+LOSSES: dict[str, Loss] = {
+    "sum": lambda z, _: z.sum(),
+    "used twice": lambda z, _: (z.exp() - z).mean() + 0.5 * z.square().sum(),
+    "broadcast": lambda z, y: ((z.sum(1) - y.sum(0)[:1]) ** 2).mean(),
+    "of a scalar": lambda z, y: (z - y.mean()).tanh().sum() / 7,
+    "another dtype": lambda z, y: (z.float() * 3).sum() + (y.bfloat16() + 1).float().mean(),
+    "unbind": lambda z, y: -F.logsigmoid(z.sum(1).unbind()[0] - y.sum(1).unbind()[2]),
+    "slice": lambda z, _: z[:, 1:3].square().sum() + z[0].sum(),
+    "index": lambda z, _: z[torch.tensor([0, 2, 2])].square().mean(),
+    "product": lambda z, y: (z @ y.T).logsumexp(1).mean(),
+    "classes": lambda z, _: F.cross_entropy(z, torch.tensor([0, 3, 1])),
+    "where": lambda z, y: torch.where(y > 0, z, y).clamp(-0.5, 0.7).sum(),
+    "parameter": lambda z, _: (z @ WEIGHT).square().mean(),
+    "own function": lambda z, _: Cubes.apply(z)[0].mean(),  # type: ignore[index]
+    "hook": lambda z, _: BackwardHookFunction.apply(z * 2, z.exp())[1].sum(),  # type: ignore[index]
+    "beside a mean": lambda z, _: own_mean() + 0.1 * z.square().mean(),
+    "stack": lambda z, y: torch.stack([z.mean(), own_mean(), y.sum()]).sum() / 3,
+}
+
+
+@pytest.mark.parametrize("of", LOSSES.values(), ids=LOSSES)
+def test_they_are_those_of_the_engine(of: Loss) -> None:
+    leaves = [raw(1).requires_grad_(), raw(2).requires_grad_()]
+    want = torch.autograd.grad(of(*leaves), leaves, allow_unused=True)
+    loss = of(*(noted(nn.Parameter(raw(seed)) * 1) for seed in (1, 2)))
+    found = derivatives(loss, loss_terms(loss))
+    wanted = [x for x in want if x is not None]
+    assert len(found) == len(wanted)
+    for x in wanted:  # in the order of the graph
+        assert any(x.dtype == y.dtype and torch.allclose(x, y, rtol=1e-12) for y in found)
+    loss.backward()  # the graph is as it was
+
+
+def test_other_values_are_held_constant() -> None:
+    """A mean of rows that acts on its own, and through tokens from which another one is made."""
+    leaf, other = raw(1)[:, 0].requires_grad_(), raw(2)[:, 0].requires_grad_()
+    loss = leaf.square().sum() + other.exp().sum()
+    want = torch.autograd.grad(loss, [leaf, other])
+    first = noted(nn.Parameter(raw(1)[:, 0]) * 1)
+    tokens = noted(first.unsqueeze(1) * raw(3), Origin.TOKENS)
+    second = noted(tokens.sum(1) * 0 + raw(2)[:, 0])
+    loss = first.square().sum() + second.exp().sum()
+    found = derivatives(loss, loss_terms(loss))
+    for x in want:
+        assert any(torch.allclose(x, y, rtol=1e-12) for y in found)
+    assert len(found) == 2
+
+
+def test_a_factor_of_a_rank_s_own_is_in_them() -> None:
+    z = noted(nn.Parameter(raw(1)) * 1)
+    loss = own_mean() * z.mean()
+    terms = loss_terms(loss)
+    assert terms.has_products
+    (found,) = derivatives(loss, terms)
+    torch.testing.assert_close(found, torch.full_like(z, float(own_mean().detach()) / 12))
