@@ -252,7 +252,8 @@ class TargetCounts:
         if means is not None:
             values.is_followed |= bool(means.joined or means.gathered)
             values.joined = [norm_and_projection(x) for x in means.joined]
-            gradients = [x for x in derivatives(loss, means) if not isinstance(x, DTensor)]
+            gradients = derivatives(loss, means) if means.gathered else []
+            gradients = [x for x in gradients if not isinstance(x, DTensor)]
             values.gradients = list(map(norm_and_projection, gradients))
             if any(x.itemsize < 4 for x in gradients):
                 values.digits = 3

@@ -42,7 +42,7 @@ class LossTerms(NamedTuple):
     gathered: tuple[Any, ...] = ()
     """Nodes of values of whole sequences that terms are computed from."""
     between: frozenset[Any] = frozenset()
-    """Nodes between the loss and these values, which are not behind a mean over targets."""
+    """Nodes between the loss and these values, among others; none behind a mean over targets."""
     has_products: bool = False
     """A value of whole sequences is multiplied by one of a rank's own tokens."""
 
@@ -106,20 +106,21 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
 def derivatives(loss: torch.Tensor, terms: LossTerms) -> list[torch.Tensor]:
     """Return the derivative of a loss by each value of whole sequences, with the others held constant.
 
-    The autograd engine would go on behind these values, through the model and its collectives. Here only the
-    nodes in ``terms.between`` are called, and may be called again by the engine.
+    The autograd engine would go on behind these values, through the model and its collectives. Here only
+    nodes between the loss and them are called, and may be called again by the engine.
     """
     found: dict[Any, list[torch.Tensor | None]] = {}
     end, number = _producing_edge(loss.grad_fn, loss.output_nr)
     _add(found, end, number, torch.ones_like(loss))
     with torch.no_grad(), torch.autocast(loss.device.type, enabled=False):
-        for node in _users_first(end, terms.between):
+        path = _path(end, terms)
+        for node in path:
             if node in terms.gathered or node not in found:
                 continue
             passed = _call(node, found.pop(node))
             for edge, x in zip(node.next_functions, passed, strict=True):
                 source, number = _producing_edge(*edge)
-                if x is not None and source in terms.between:
+                if x is not None and source in path:
                     _add(found, source, number, x)
     return [x for node in terms.gathered for x in found.get(node, ()) if x is not None]
 
@@ -150,20 +151,24 @@ def _add(
     sums[number] = x if before is None else before + x
 
 
-def _users_first(end: Any, between: frozenset[Any]) -> list[Any]:
-    """Return nodes of ``between`` from the end of a graph on, each behind all nodes that use its values."""
+def _path(end: Any, terms: LossTerms) -> dict[Any, None]:
+    """Return the nodes from the end of a graph to values of whole sequences, each behind all its users.
+
+    No others: calling a parameter's node would change its gradient.
+    """
     found: dict[Any, None] = {}
     ahead = [(end, False)]
     seen: set[Any] = set()
     while ahead:
         node, is_done = ahead.pop()
         if is_done:
-            found[node] = None
-        elif node in between and node not in seen:
+            if node in terms.gathered or any(source in found for source in _inputs(node)):
+                found[node] = None
+        elif node in terms.between and node not in seen:
             seen.add(node)
             ahead.append((node, True))
             ahead += [(source, False) for source in _inputs(node)]
-    return list(reversed(found))
+    return dict.fromkeys(reversed(found))
 
 
 def ignores_label(loss: torch.Tensor, label: int) -> bool:

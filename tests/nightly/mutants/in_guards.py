@@ -88,6 +88,14 @@ GUARD_MUTANTS = (
         "Ranks compare a part of what a loss computes from values of whole rows.",
     ),
     Mutant(
+        "nodes of parameters are called",
+        "lightning_cp/loss/terms.py",
+        "if node in terms.gathered or any(source in found for source in _inputs(node)):",
+        "if True:",
+        ("tests/unit/loss/test_derivatives.py::test_they_are_those_of_the_engine",),
+        "The gradient of a regulariser is added twice.",
+    ),
+    Mutant(
         "a declared count stands for values of whole rows too",
         "lightning_cp/loss/review.py",
         "compares = not means.has_products if weight.is_declared else not passes",

@@ -73,13 +73,16 @@ LOSSES: dict[str, Loss] = {
 def test_they_are_those_of_the_engine(of: Loss) -> None:
     leaves = [raw(1).requires_grad_(), raw(2).requires_grad_()]
     want = torch.autograd.grad(of(*leaves), leaves, allow_unused=True)
-    loss = of(*(noted(nn.Parameter(raw(seed)) * 1) for seed in (1, 2)))
+    parameters = [nn.Parameter(raw(1)), nn.Parameter(raw(2)), WEIGHT]
+    loss = of(*(noted(x * 1) for x in parameters[:2])) + 0.5 * WEIGHT.square().sum()
     found = derivatives(loss, loss_terms(loss))
+    assert all(x.grad is None for x in parameters)
     wanted = [x for x in want if x is not None]
     assert len(found) == len(wanted)
     for x in wanted:  # in the order of the graph
         assert any(x.dtype == y.dtype and torch.allclose(x, y, rtol=1e-12) for y in found)
     loss.backward()  # the graph is as it was
+    WEIGHT.grad = None
 
 
 def test_other_values_are_held_constant() -> None:
