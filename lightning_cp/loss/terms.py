@@ -12,7 +12,8 @@ Nothing here waits for a device, and no note outlives its graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -117,27 +118,36 @@ def derivatives(loss: torch.Tensor, terms: LossTerms) -> list[torch.Tensor]:
         for node in path:
             if node in terms.gathered or node not in found:
                 continue
-            passed = _call(node, found.pop(node))
-            for edge, x in zip(node.next_functions, passed, strict=True):
+            for edge, x in _call(node, found.pop(node)):
                 source, number = _producing_edge(*edge)
-                if x is not None and source in path:
+                if source in path:
                     _add(found, source, number, x)
     return [x for node in terms.gathered for x in found.get(node, ()) if x is not None]
 
 
-def _call(node: Any, by_outputs: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-    """Return the derivatives by the inputs of a node, given those by its outputs."""
-    if callable(node):
-        passed = node(*by_outputs)
+def _call(node: Any, by_outputs: list[torch.Tensor | None]) -> list[tuple[Any, torch.Tensor]]:
+    """Return the edges to the inputs of a node and the derivatives by them, given those by its outputs.
+
+    Nothing is exchanged: of rows that ``gather_data`` gathered, this rank passes on what its own ones have.
+    """
+    edges: Sequence[Any] = node.next_functions
+    if _operator(node) == _GATHER:
+        passed: Sequence[Any] = [by_outputs[node.group.rank()]]
+    elif callable(node):
+        passed = _as_tuple(node(*by_outputs))
     else:  # of a Python autograd function, which is given zeros for missing ones
-        outputs = zip(by_outputs, node._input_metadata, strict=True)
-        passed = node.apply(
-            *[
-                torch.zeros(like.shape, dtype=like.dtype, device=like.device) if x is None else x
-                for x, like in outputs
-            ]
-        )
-    return cast("tuple[torch.Tensor | None, ...]", passed if type(passed) is tuple else (passed,))
+        given = [
+            torch.zeros(like.shape, dtype=like.dtype, device=like.device) if x is None else x
+            for x, like in zip(by_outputs, node._input_metadata, strict=True)
+        ]
+        # It returns something for each argument, while edges belong to tensors.
+        passed = list(itertools.compress(_as_tuple(node.apply(*given)), node.needs_input_grad))
+        edges = [edge for edge in edges if edge[0] is not None]
+    return [(edge, x) for edge, x in zip(edges, passed, strict=True) if x is not None]
+
+
+def _as_tuple(result: Any) -> tuple[Any, ...]:
+    return cast("tuple[Any, ...]", result if isinstance(result, tuple) else (result,))
 
 
 def _add(
@@ -267,6 +277,8 @@ _UNARY = {
 """Functions of one tensor."""
 _PARAMETER_OPERATORS = _UNARY | _LINEAR - {"Slice"}
 """Operators of parameter terms; without Slice, whose size may be that of a rank's tokens."""
+_GATHER = "_AllGather"
+"""Node of ``all_gather``, whose backward is a collective."""
 _OPAQUE = {"CheckpointFunctionBackward", "CompiledFunctionBackward"}
 """Nodes of functions whose inner operations have no nodes in the graph."""
 

@@ -9,7 +9,7 @@ import torch
 
 from lightning_cp.errors import ConfigError, LightningCPError
 from tests.helpers.pool import expect_on_every_rank, run_ranks
-from tests.helpers.strategies.small import LET_EMPTY, Batch, Settings, close, weights
+from tests.helpers.strategies.small import LET_EMPTY, RING, Batch, Settings, close, weights
 from tests.ranks.loss.test_sequence_losses import (
     GRIDS,
     NONE,
@@ -77,6 +77,20 @@ def test_a_rank_s_own_count_is_refused(
 ) -> None:
     match = r"values of whole sequences with something.*on rank 0 and.*sequence_sum.*not known what"
     expect_on_every_rank(ranks, labelled, settings, way, labels, error=ConfigError, match=match)
+
+
+def gathered(loop: Loop, batch: Batch) -> torch.Tensor:
+    """Rows of all data ranks, each divided by the number of a rank's tokens."""
+    values, mask = logps(loop, batch), chosen(loop, batch)
+    strategy: Any = loop.fabric.strategy
+    rows = strategy.gather_data(of_whole(loop, "sequence_sum", values, mask) / mask.sum())
+    return loop.loss(batch).nan_to_num() + rows.logsumexp(0)
+
+
+def test_a_rank_s_own_count_in_rows_of_all_data_ranks_is_refused() -> None:
+    settings = {**RING, "data_parallel_size": 2}
+    match = r"values of whole sequences with something.*on rank \d and.*sequence_sum"
+    expect_on_every_rank(4, labelled, settings, gathered, 2, error=ConfigError, match=match)
 
 
 def spread(loop: Loop, batch: Batch) -> torch.Tensor:

@@ -18,17 +18,19 @@ Loss = Callable[..., torch.Tensor]
 
 
 class Cubes(torch.autograd.Function):
-    """A user's function with two outputs."""
+    """A user's function with two outputs, a number, and a tensor that needs no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: Any, number: float, fixed: torch.Tensor, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(x)
-        return x**3, x.detach() * 2
+        return x**3, x.detach() * 2 + number * fixed
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, torch.Tensor]:
         (x,) = ctx.saved_tensors
-        return gradients[0] * 3 * x**2 + gradients[1] * 2
+        return None, None, gradients[0] * 3 * x**2 + gradients[1] * 2
 
 
 def raw(seed: int) -> torch.Tensor:
@@ -62,7 +64,7 @@ LOSSES: dict[str, Loss] = {
     "classes": lambda z, _: F.cross_entropy(z, torch.tensor([0, 3, 1])),
     "where": lambda z, y: torch.where(y > 0, z, y).clamp(-0.5, 0.7).sum(),
     "parameter": lambda z, _: (z @ WEIGHT).square().mean(),
-    "own function": lambda z, _: Cubes.apply(z)[0].mean(),  # type: ignore[index]
+    "own function": lambda z, _: Cubes.apply(3.0, raw(7), z)[0].mean(),  # type: ignore[index]
     "hook": lambda z, _: BackwardHookFunction.apply(z * 2, z.exp())[1].sum(),  # type: ignore[index]
     "beside a mean": lambda z, _: own_mean() + 0.1 * z.square().mean(),
     "stack": lambda z, y: torch.stack([z.mean(), own_mean(), y.sum()]).sum() / 3,
