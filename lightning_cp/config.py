@@ -334,7 +334,7 @@ class DiagnosticsSettings:
         "first_batch",
         "comparison with one process: `first_batch` (before the first step and before the third, a prefix "
         "of the batch goes through the user's step on one process and context parallel; a difference of "
-        "losses, logits or gradients stops the run), `every_<n>` (again before each n-th optimizer step), "
+        "losses, logits or gradients stops the run), `every_<n>` (again after every n optimizer steps), "
         "or `off` or `None`. With Fabric a check is made only when the loop calls `check_parity`.",
         guide="guides/doctor.md",
     )

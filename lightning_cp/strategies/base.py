@@ -138,8 +138,8 @@ class ContextParallelStrategy:
             or ``broadcast`` (the first rank of each cp group reads for the group).
         parity_check: comparison with one process: ``first_batch`` (before the first step and before the
             third, a prefix of the batch goes through the user's step on one process and context parallel; a
-            difference of losses, logits or gradients stops the run), ``every_<n>`` (again before each n-th
-            optimizer step), or ``off`` or ``None``. With Fabric a check is made only when the loop calls
+            difference of losses, logits or gradients stops the run), ``every_<n>`` (again after every n
+            optimizer steps), or ``off`` or ``None``. With Fabric a check is made only when the loop calls
             ``check_parity``.
         parity_tokens: tokens of the parity check's prefix, all rows together.
         profile: a training step, or several, to record, counted from 1: when each rank computes,
