@@ -127,12 +127,12 @@ LOSS_MUTANTS = (
         "A mean over documents counts padding, and their last token cannot be picked.",
     ),
     Mutant(
-        "values of unshard are not compared",
-        STEP,
-        "facts=lambda _: facts_of_unshard(x, dim),",
+        "dimensions of unshard are not compared",
+        SEQUENCE,
+        '"a dimension": dim % x.dim(), ',
         "",
-        (f"{UNSHARD}values_that_differ_between_ranks",),
-        "Ranks read memory that was not written, or wait for ever.",
+        (f"{UNSHARD}values_that_differ_between_ranks[dimension-ring 2]",),
+        "Parts of other dimensions are put together.",
     ),
     Mutant(
         "unshard takes any number of tokens",

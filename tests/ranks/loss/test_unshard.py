@@ -57,7 +57,7 @@ def without_a_gradient(loop: Loop, batch: Batch) -> torch.Tensor:
     ],
     ids=["width", "dtype", "dimension", "gradient"],
 )
-@pytest.mark.quick("width-ring 3", "gradient-ring 2", "dtype-hybrid")
+@pytest.mark.quick("width-ring 3", "dimension-ring 2", "gradient-ring 2", "dtype-hybrid")
 def test_values_that_differ_between_ranks(
     ranks: int, settings: Settings, way: Any, match: str
 ) -> None:

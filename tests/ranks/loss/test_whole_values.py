@@ -153,7 +153,7 @@ def times_no_target(loop: Loop, batch: Batch) -> torch.Tensor:
     "way", [spread, pooled_by_attention, gated, multiplied, by_an_own_function, times_no_target]
 )
 @pytest.mark.quick(
-    "spread-ring 3", "pooled*-hybrid", "gated-ring 2", "by_an*-ulysses 2", "times*-ring 3"
+    "spread-ring 3", "pooled*-hybrid", "multiplied-ring 2", "by_an*-ulysses 2", "times*-ring 3"
 )
 def test_they_equal_one_process(ranks: int, settings: Settings, way: Any) -> None:
     for got in run_ranks(ranks, trained, settings, way):
