@@ -315,8 +315,8 @@ def check_parity_schedule(every: Any) -> None:
     if every in ("off", "first_batch") or parity_steps_of(every) is not None:
         return
     raise ConfigError(
-        "parity_check must be 'first_batch', 'off', or 'every_<n>', again after every n optimizer steps, such "
-        f"as 'every_100', got {every!r}. Leave it out for {DiagnosticsSettings.parity_check!r}."
+        "parity_check must be 'first_batch', 'off', or 'every_<n>' (again after every n optimizer steps), "
+        f"such as 'every_100', got {every!r}. Leave it out for {DiagnosticsSettings.parity_check!r}."
     )
 
 
