@@ -251,9 +251,9 @@ class TargetCounts:
         self._shared.append(values)
         if means is not None:
             values.is_followed |= bool(means.joined or means.gathered)
-            values.joined = [norm_and_projection(x) for x in means.joined]
-            gradients = derivatives(loss, means) if means.gathered else []
-            gradients = [x for x in gradients if not isinstance(x, DTensor)]
+            values.joined = list(map(norm_and_projection, means.joined))
+        if means is not None and means.gathered:
+            gradients = [x for x in derivatives(loss, means) if not isinstance(x, DTensor)]
             values.gradients = list(map(norm_and_projection, gradients))
             if any(x.itemsize < 4 for x in gradients):
                 values.digits = 3

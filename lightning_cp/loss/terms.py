@@ -55,7 +55,7 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
     own_factor = other_terms = has_products = False
     shared: list[Any] = []
     linear: list[Any] = []
-    ahead: list[Any] = [_producer(loss.grad_fn, loss.output_nr)]
+    ahead: list[Any] = [_producing_edge(loss.grad_fn, loss.output_nr)[0]]
     while ahead:
         node = ahead.pop()
         if node is None:
@@ -80,8 +80,9 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
                 continue
             other_terms |= not factors and not _is_shared(node)
             of_sequence = [x for x in (sources if factors else [node]) if x not in factors]
-            has_products |= bool(factors and of_sequence)
-            linear += [node] if factors else []
+            if factors:
+                linear.append(node)
+                has_products |= bool(of_sequence) and _is_of_sequence(of_sequence)
             shared += of_sequence
             if factors or not _is_of_parameters(node):
                 constants = _constants(node)
@@ -316,19 +317,17 @@ def _sources(node: Any) -> list[Any]:
     found: list[Any] = []
     for source, number in node.next_functions:
         if source is not None and source.name() in _IDENTITIES:
-            source = _producer(source, number)
+            source = _producing_edge(source, number)[0]
         if source is not None:
             found.append(source)
     return found
 
 
-def _producer(node: Any, number: int) -> Any:
-    """Return the node that computed an output of this one, behind functions that return their inputs."""
-    return _producing_edge(node, number)[0]
-
-
 def _producing_edge(node: Any, number: int) -> tuple[Any, int]:
-    """Return the same node with the number of its output."""
+    """Return the node that computed an output of this one, and the number of its output.
+
+    Functions that return their inputs are left out.
+    """
     while node is not None and node.name() in _IDENTITIES and origin_of(node) is None:
         node, number = node.next_functions[number]
     return node, number
@@ -353,7 +352,7 @@ def _operator(node: Any) -> str:
 
 
 def _divides(node: Any, factor: Any) -> bool:
-    return _operator(node) == "Div" and _producer(*node.next_functions[0]) is not factor
+    return _operator(node) == "Div" and _producing_edge(*node.next_functions[0])[0] is not factor
 
 
 def _constants(node: Any) -> list[torch.Tensor | float]:

@@ -133,11 +133,11 @@ def read_mask(function: Callable[..., Any], seq_len: int) -> Visibility:
         case "bidirectional_mask_function":
             return Visibility()
         case "and_masks":
-            first, *others = _closure_arguments(function)["mask_functions"]
-            found = read_mask(first, seq_len)
-            for part in others:
-                found = found & read_mask(part, seq_len)
-            return found
+            found: Visibility | None = None
+            for part in _closure_arguments(function)["mask_functions"]:
+                visible = read_mask(part, seq_len)
+                found = visible if found is None else found & visible
+            return found or Visibility()
         case "sliding_window_overlay":  # its window counts the query itself
             return Visibility(window=(int(_closure_arguments(function)["sliding_window"]) - 1, -1))
         case "sliding_window_bidirectional_overlay":

@@ -51,6 +51,13 @@ def beside_counted(loop: Loop, batch: Batch) -> torch.Tensor:
     return (values * mask).sum() / count(loop, mask) + by_its_own_count(loop, batch)
 
 
+def scaled(loop: Loop, batch: Batch) -> torch.Tensor:
+    """The counted mean is multiplied by a parameter, which is no value of whole rows."""
+    values, mask = logps(loop, batch), chosen(loop, batch)
+    scale = next(loop.model.parameters()).square().mean()
+    return (values * mask).sum() / count(loop, mask) * scale + by_its_own_count(loop, batch)
+
+
 def labelled(rank: int, world_size: int, settings: Settings, way: Any, labels: int) -> None:
     """One step, of a batch whose labels are the first ones of each row; it must not change a weight."""
     loop = Loop(world_size, settings)
@@ -67,10 +74,13 @@ def labelled(rank: int, world_size: int, settings: Settings, way: Any, labels: i
 
 
 @GRIDS
-@pytest.mark.parametrize("way", [beside_labels, beside_counted])
+@pytest.mark.parametrize("way", [beside_labels, beside_counted, scaled])
 @pytest.mark.parametrize("labels", [0, 2], ids=["no label", "labels on one rank"])
 @pytest.mark.quick(
-    "no label-beside_labels-ring 2", "*one rank-beside_labels-ring 3", "no*_counted-hybrid"
+    "no label-beside_labels-ring 2",
+    "*one rank-beside_labels-ring 3",
+    "no*_counted-hybrid",
+    "no label-scaled-ring 2",
 )
 def test_a_rank_s_own_count_is_refused(
     ranks: int, settings: Settings, way: Any, labels: int
