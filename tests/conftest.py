@@ -24,6 +24,8 @@ from tests.helpers.suites import mark_others_nightly
 pytest_plugins = ["tests.helpers.launch.variables"]
 
 NIGHTLY = Path(__file__).parent / "nightly"
+LONGEST = ("test_snippets.py", "test_examples.py")
+"""Files of tests that take a minute each: they come first, so that no worker is alone with one at the end."""
 
 torch.set_num_threads(1)
 # A shell that starts this in the background, or nohup, leaves these ignored, also in what tests start.
@@ -54,6 +56,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Tests that stand in ``nightly`` are nightly."""
     if NIGHTLY in item.path.parents:
         item.add_marker(pytest.mark.nightly)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest tests first; the others keep their order."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 @pytest.hookimpl(wrapper=True)
