@@ -32,6 +32,7 @@ from lightning_cp.kernels.aten import AtenCudaFlash
 from lightning_cp.kernels.protocol import accumulate_dtype
 from lightning_cp.kernels.varlen import PackRule
 from lightning_cp.layout import attention_memory
+from lightning_cp.layout.heads import HeadSplit
 from lightning_cp.utils import console as table
 from lightning_cp.utils.command_help import argument_parser
 
@@ -101,7 +102,7 @@ def closed_form(way: ContextParallelMethod, case: AttentionCase, rank: int) -> t
     """Return the closed form of :func:`measure_peaks`."""
     return attention_memory(
         way.schedule(case),
-        way.head_split(case),
+        HeadSplit(case.heads, case.kv_heads, way.ulysses),
         rank,
         batch=case.batch,
         head_dim=case.head_dim,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +20,7 @@ from lightning_cp.kernels.triton.blocks import (
     Blocks,
     Key,
     configs_for,
-    fastest,
     load,
-    save,
     target_of,
 )
 from lightning_cp.kernels.triton.launch import TritonFA2
@@ -172,3 +171,41 @@ def seconds_of(case: AttentionCase, configs: BlockConfigs, kernel: str) -> float
         if "OutOfResources" in type(error).__name__ or isinstance(error, RuntimeError):
             return None
         raise
+
+
+def save(table: Blocks, file: Path) -> None:
+    """Write a table, one kernel per line."""
+    nested: dict[str, dict[str, dict[str, dict[str, list[int]]]]] = {}
+    for key, configs in sorted(table.items()):
+        by_dim = nested.setdefault(str(key.target), {}).setdefault(key.dtype, {})
+        by_dim[str(key.head_dim)] = {
+            name: list(x) if x.launches > 1 else list(x[:-1])
+            for name, x in configs._asdict().items()
+        }
+    text = json.dumps(nested, indent=1)
+    for name in BlockConfigs._fields:  # numbers of one kernel on one line
+        head, *rest = text.split(f'"{name}": [')
+        text = head + "".join(
+            f'"{name}": [' + ", ".join(sizes.split()).replace(",,", ",") + "]" + after
+            for sizes, after in (part.split("]", 1) for part in rest)
+        )
+    file.write_text(text + "\n")
+    load.cache_clear()
+
+
+def fastest(
+    configs: Iterable[BlockConfig], seconds: Callable[[BlockConfig], float | None]
+) -> BlockConfig:
+    """Return the block sizes with the least time.
+
+    Args:
+        configs: candidates; the first wins a tie.
+        seconds: measures one; ``None`` if it cannot run here (too much shared memory).
+
+    Raises:
+        ValueError: none of them runs.
+    """
+    timed = [(time, config) for config in configs if (time := seconds(config)) is not None]
+    if not timed:
+        raise ValueError("no candidate runs on this device")
+    return min(timed, key=lambda pair: pair[0])[1]

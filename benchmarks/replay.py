@@ -32,7 +32,7 @@ from lightning_cp.bench.kernels import request_of
 from lightning_cp.bench.methods import BACKWARD_FLOPS, AttentionCase, ContextParallelMethod, Step
 from lightning_cp.bench.timers import Figure, largest_spread, measure
 from lightning_cp.kernels.per_tile import Gradients, PerTileKernel
-from lightning_cp.kernels.protocol import QKV, Merged, Scores
+from lightning_cp.kernels.protocol import QKV, Output, Scores
 from lightning_cp.kernels.select import kernels
 from lightning_cp.kernels.varlen import FlashCall, FlashMask, Pack, Spans, VarlenKernel
 from lightning_cp.layout import ALL_ROWS, Schedule, Tile
@@ -100,7 +100,7 @@ class ZigzagCalls:
         return out.to(q_BLHD.dtype), lse.squeeze(-1).transpose(1, 2)
 
     def backward(
-        self, merged: Merged, q_BLHD: torch.Tensor, keys: Keys, came: Keys
+        self, merged: Output, q_BLHD: torch.Tensor, keys: Keys, came: Keys
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return ``dq``, and in float32 ``dk, dv`` of the rank's own keys, which then travel around the ring.
 
@@ -119,12 +119,12 @@ class ZigzagCalls:
                 total[:, tile.k_start : tile.k_start + tile.k_len] += part
         return dq.to(q_BLHD.dtype), dk, dv
 
-    def _parts(self, merged: Merged, q_BLHD: torch.Tensor, keys: Keys, step: int) -> Gradients:
+    def _parts(self, merged: Output, q_BLHD: torch.Tensor, keys: Keys, step: int) -> Gradients:
         """Return the gradients of one step's slices."""
         tile = self.tiles(q_BLHD.shape[1])[step]
         queries = slice(tile.q_start, tile.q_start + tile.q_len)
         lse = merged.lse[:, :, queries].contiguous()
-        known = Merged(merged.dout[:, queries], merged.out[:, queries], lse)
+        known = Output(merged.dout[:, queries], merged.out[:, queries], lse)
         return self.kernel.differentiate(
             known, _slices(tile, q_BLHD, *keys(step)), _at(tile), self.scores
         )
@@ -189,7 +189,7 @@ class PackedZigzagCalls:
         return out.to(q_BLHD.dtype).unsqueeze(0), lse.squeeze(-1).T.unsqueeze(0)
 
     def backward(
-        self, merged: Merged, q_BLHD: torch.Tensor, keys: Keys, came: Keys
+        self, merged: Output, q_BLHD: torch.Tensor, keys: Keys, came: Keys
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As :meth:`ZigzagCalls.backward`."""
         dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q_BLHD, *keys(0)))
@@ -198,7 +198,7 @@ class PackedZigzagCalls:
             lse = pack.q.take(merged.lse.transpose(1, 2)).T.contiguous()
             inputs = self._inputs(pack, q_BLHD, keys(step))
             parts = self.kernel.run_backward(
-                Merged(dout, out, lse), inputs, self._call(pack, q_BLHD), self.scores
+                Output(dout, out, lse), inputs, self._call(pack, q_BLHD), self.scores
             )
             totals = (dk, dv) if step == 0 else came(step)
             spans = (pack.q, pack.k, pack.k)
@@ -287,7 +287,7 @@ def replay_ring_flash_attention(
     ]
     keys = arrived.__getitem__
     out, lse = calls.forward(q, keys)
-    merged = Merged(dout, out, lse)
+    merged = Output(dout, out, lse)
     backward = partial(calls.backward, merged, q, keys, came.__getitem__)
     return _seconds((partial(calls.forward, q, keys), backward), case, repeats)
 

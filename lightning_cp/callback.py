@@ -6,6 +6,7 @@ unshard outputs in another way.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,6 +51,11 @@ class ContextParallelCallback(Callback):
     @property
     def core(self) -> ContextParallelRuntime:
         """The same under its old name."""
+        warnings.warn(
+            "ContextParallelCallback.core has a new name. Use ContextParallelCallback.runtime.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
         return self.runtime
 
     def shard_batch(self, batch: Any, *, needs_labels: bool) -> Any:

@@ -27,7 +27,7 @@ from lightning_cp.bench.methods import AttentionCase
 from lightning_cp.bench.timers import off_the_clock
 from lightning_cp.kernels.merge import merge
 from lightning_cp.kernels.per_tile import with_unit_strides
-from lightning_cp.kernels.protocol import QKV, Merged, accumulate_dtype
+from lightning_cp.kernels.protocol import QKV, Output, accumulate_dtype
 
 _ATEN = torch.ops.aten
 Pair = tuple[Tensor, Tensor]
@@ -53,7 +53,7 @@ def attend(inputs: QKV, causal: bool, scale: float) -> Pair:
     return out, lse
 
 
-def differentiate(merged: Merged, inputs: QKV, into: QKV, causal: bool, scale: float) -> None:
+def differentiate(merged: Output, inputs: QKV, into: QKV, causal: bool, scale: float) -> None:
     """Fill ``into`` with dq, dk and dv.
 
     Raises:
@@ -85,7 +85,7 @@ def _forward(inputs: QKV, causal: bool, scale: float) -> Pair:
     return out.transpose(1, 2), lse
 
 
-def _backward(merged: Merged, inputs: QKV, causal: bool, scale: float) -> QKV:
+def _backward(merged: Output, inputs: QKV, causal: bool, scale: float) -> QKV:
     q, k, v = (x.transpose(1, 2) for x in inputs)
     dout, out = merged.dout.transpose(1, 2), merged.out.transpose(1, 2)
     gradients = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default(
@@ -153,7 +153,7 @@ class Kernel(NamedTuple):
     """The arithmetic behind flash-attn's functions."""
 
     forward: Callable[[QKV, Call], Pair]
-    backward: Callable[[Merged, QKV, QKV, Call], None]
+    backward: Callable[[Output, QKV, QKV, Call], None]
     """Fills the third argument with dq, dk and dv."""
 
 
@@ -190,7 +190,7 @@ def make_functions(kernel: Kernel) -> list[Callable[..., Any]]:
     ) -> Tensor:
         window, rest = (window_size_left, window_size_right), (None, deterministic)
         call = Call(causal, window, softmax_scale, softcap, dropout_p, alibi_slopes, *rest)
-        merged, inputs = Merged(dout, out, softmax_lse), QKV(q, k, v)
+        merged, inputs = Output(dout, out, softmax_lse), QKV(q, k, v)
         return _differentiate(kernel, merged, inputs, (dq, dk, dv), call)
 
     def _flash_attn_varlen_backward(
@@ -203,7 +203,7 @@ def make_functions(kernel: Kernel) -> list[Callable[..., Any]]:
         packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         window, rest = (window_size_left, window_size_right), (packed, deterministic)
         call = Call(causal, window, softmax_scale, softcap, dropout_p, alibi_slopes, *rest)
-        merged, inputs = Merged(dout, out, softmax_lse), QKV(q, k, v)
+        merged, inputs = Output(dout, out, softmax_lse), QKV(q, k, v)
         return _differentiate(kernel, merged, inputs, (dq, dk, dv), call)
 
     return [
@@ -220,7 +220,7 @@ def unused_results() -> Pair:
 
 def _differentiate(
     kernel: Kernel,
-    merged: Merged,
+    merged: Output,
     inputs: QKV,
     buffers: Sequence[Tensor | None],
     call: Call,
@@ -253,15 +253,15 @@ def _run_forward(inputs: QKV, call: Call) -> Pair:
     return out, lse
 
 
-def _run_backward(merged: Merged, inputs: QKV, into: QKV, call: Call) -> None:
+def _run_backward(merged: Output, inputs: QKV, into: QKV, call: Call) -> None:
     _check_supported(call)
     dout, out = with_unit_strides(merged.dout, merged.out)
     inputs, lse = QKV(*with_unit_strides(*inputs)), merged.lse
     if call.packed is None:
-        differentiate(Merged(dout, out, lse), inputs, into, call.causal, call.scale)
+        differentiate(Output(dout, out, lse), inputs, into, call.causal, call.scale)
         return
     for own, keys in _documents(call.packed):
-        part = Merged(dout[None, own], out[None, own], lse[None, :, own])
+        part = Output(dout[None, own], out[None, own], lse[None, :, own])
         rows = (_rows(inputs, own, keys), _rows(into, own, keys))
         differentiate(part, *rows, call.causal, call.scale)
 
@@ -307,7 +307,7 @@ class _FlashAttnFunc(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         gradients = QKV(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
         (dout,) = with_unit_strides(dout)
-        differentiate(Merged(dout, out, lse), QKV(q, k, v), gradients, ctx.causal, ctx.scale)
+        differentiate(Output(dout, out, lse), QKV(q, k, v), gradients, ctx.causal, ctx.scale)
         return (*gradients, None, None)
 
 

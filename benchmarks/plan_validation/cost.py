@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from benchmarks.plan_validation.cpu_seconds import CpuSeconds, cpu_seconds
 from lightning_cp.bench.model_step import ModelSizes, ModelStep, config_of
 from lightning_cp.bench.processes import on_ranks
 from lightning_cp.bench.timers import Samples, cpu_of_all, measure
@@ -24,7 +25,6 @@ from lightning_cp.planner.hardware import Hardware
 from lightning_cp.planner.job import Job, MeshSizes, PlanCase, TrainingMethod
 from lightning_cp.planner.machines import Machine, machine_of_hardware
 from lightning_cp.planner.model import model_from_config
-from lightning_cp.planner.time_model import CpuSeconds, cpu_seconds
 from lightning_cp.utils.command_help import argument_parser
 from lightning_cp.utils.console import markdown_table, percent
 

@@ -36,7 +36,7 @@ from lightning_cp.bench.model_step import ModelSizes, config_of
 from lightning_cp.bench.processes import on_ranks
 from lightning_cp.comm import consensus as checksum
 from lightning_cp.engines.base import engine as engine_of
-from lightning_cp.engines.ddp_options import CommHook
+from lightning_cp.engines.ddp_comm_hook import CommHook
 from lightning_cp.planner.activations import RankStep
 from lightning_cp.planner.memory import optimizer_moment, peak_moment
 from lightning_cp.planner.model import model_from_config

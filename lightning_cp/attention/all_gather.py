@@ -20,7 +20,7 @@ from lightning_cp.attention.plan import AttentionPlan
 from lightning_cp.attention.sinks import AttentionResult, finish_attention
 from lightning_cp.comm.all_gather import PendingShards, start_all_gather, start_reduce_scatter
 from lightning_cp.kernels.merge import Accumulator, GradientSum, GradientSums
-from lightning_cp.kernels.protocol import QKV, Merged, accumulate_dtype
+from lightning_cp.kernels.protocol import QKV, Output, accumulate_dtype
 from lightning_cp.layout.axes import Axis
 from lightning_cp.layout.heads import HeadBlock
 from lightning_cp.layout.tiles import Ranges
@@ -83,7 +83,7 @@ def gather_backward(
     for block, kv in _gather_blocks(keys, plan):
         queries = slice(*block.q)
         dout, q, out = (x[:, :, queries].transpose(0, 1) for x in (dout_TBHD, q_TBHD, out_TBHD))
-        merged = Merged(dout, out, lse_BHT[:, queries])
+        merged = Output(dout, out, lse_BHT[:, queries])
         own, dkv = _differentiate(merged, q, kv, block, plan)
         del kv  # before the gradients are reordered
         dq.append(own.to(dtype).transpose(0, 1))
@@ -101,7 +101,7 @@ def _concatenate_heads(blocks_TBHD: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _differentiate(
-    merged: Merged,
+    merged: Output,
     q_BLHD: torch.Tensor,
     kv_SBKD: torch.Tensor,
     block: HeadBlock,

@@ -21,7 +21,7 @@ from lightning_cp.attention.plan import AttentionPlan
 from lightning_cp.attention.sinks import AttentionResult, finish_attention
 from lightning_cp.comm.ring import Transfer, start_transfer
 from lightning_cp.kernels.merge import Accumulator, GradientSum, GradientSums
-from lightning_cp.kernels.protocol import QKV, Merged, accumulate_dtype
+from lightning_cp.kernels.protocol import QKV, Output, accumulate_dtype
 from lightning_cp.layout.axes import Axis
 from lightning_cp.layout.tiles import Hop, Ranges, Tile
 from lightning_cp.utils.tracing import profile_range
@@ -72,7 +72,7 @@ def ring_backward(
         ``dq``, ``dk`` and ``dv`` like q, k and v; in the accumulation dtype, or in that of the
         kernel's result if it is the only part.
     """
-    merged = Merged(dout_TBHD.transpose(0, 1), out_TBHD.transpose(0, 1), lse_BHT)
+    merged = Output(dout_TBHD.transpose(0, 1), out_TBHD.transpose(0, 1), lse_BHT)
     q_BLHD = q_TBHD.transpose(0, 1)
     dq = GradientSum(q_BLHD, accumulate_dtype(q_TBHD.dtype))
     exchange, (own, *hops) = _KeyExchange(keys, plan), plan.hops
@@ -88,7 +88,7 @@ def ring_backward(
 
 
 def _differentiate(
-    merged: Merged,
+    merged: Output,
     q_BLHD: torch.Tensor,
     arrived: tuple[Keys, tuple[Tile, ...]],
     hop: Hop,
@@ -150,8 +150,8 @@ class _KeyExchange:
 class _GradientExchange:
     """Transfers of the gradients of other ranks' keys home, and of this rank's keys here.
 
-    In a rotation what arrives belongs to the keys of the next hop, and goes on with their gradients; at the
-    end it belongs to this rank's keys.
+    In a rotation what arrives belongs to the keys of the next hop, and travels on with their gradients; at
+    the end it belongs to this rank's keys.
 
     Args:
         own: sums of the gradients of this rank's keys.

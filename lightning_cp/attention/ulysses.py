@@ -12,7 +12,7 @@ import torch
 
 from lightning_cp.attention.keys import Keys
 from lightning_cp.attention.plan import AttentionPlan
-from lightning_cp.comm.all_to_all import Pending, gather_heads, scatter_heads
+from lightning_cp.comm.all_to_all import AllToAll, gather_heads, scatter_heads
 from lightning_cp.kernels.protocol import accumulate_dtype
 from lightning_cp.layout.axes import Axis
 
@@ -88,7 +88,7 @@ class GradientsToTokens:
         self, gradients: list[torch.Tensor], plan: AttentionPlan, dtype: torch.dtype
     ) -> None:
         self._dtype = dtype
-        self._pending: list[Pending] = []
+        self._pending: list[AllToAll] = []
         self._local: list[torch.Tensor] = []
         if plan.heads.ulysses_size == 1:
             self._local = [gradients.pop(0).transpose(0, 1).to(dtype) for _ in range(3)]

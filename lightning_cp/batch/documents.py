@@ -86,7 +86,7 @@ class DeclaredDocuments:
             text = _text_positions(name, x, rows)
             if text is not None:
                 said[name] = _read(name, text, rows, Documents.from_position_ids)
-            elif _restart_together(x):
+            elif _restart_at_same_tokens(x):
                 raise ConfigError(
                     f"{name!r} of shape {tuple(x.shape)} restart, but a model takes rows with such positions "
                     "for one document. For packed documents put the text's positions in front, [4, rows, "
@@ -150,7 +150,7 @@ def _merge(said: Mapping[str, Documents]) -> Documents | None:
         return None
     name, found = max(said.items(), key=lambda item: item[1].num_rows)
     for other, documents in said.items():
-        alike = documents.shared and found.shared and _rows_alike(documents, found)
+        alike = documents.shared and found.shared and _same_rows(documents, found)
         if documents != found and not alike:
             raise ConfigError(
                 f"{name!r} and {other!r} declare different documents. Have them say the same, or take one of "
@@ -159,7 +159,7 @@ def _merge(said: Mapping[str, Documents]) -> Documents | None:
     return found
 
 
-def _rows_alike(a: Documents, b: Documents) -> bool:
+def _same_rows(a: Documents, b: Documents) -> bool:
     return bool(np.array_equal(a.rows[0], b.rows[0]))
 
 
@@ -195,7 +195,7 @@ def _text_positions(name: str, positions: torch.Tensor, rows: int | None) -> tor
     return text_positions(positions)
 
 
-def _restart_together(positions: torch.Tensor) -> bool:
+def _restart_at_same_tokens(positions: torch.Tensor) -> bool:
     """True if all positions [..., rows, S] of some token restart at 0, and count on from there."""
     zero = (positions == 0).flatten(0, -3).all(0)
     return bool((~zero[:, :-2] & zero[:, 1:-1] & ~zero[:, 2:]).any())

@@ -77,7 +77,7 @@ def _equal_on_all_ranks(
     except BatchMismatchError:
         raise ConfigError(
             "predict_step returned different things on the ranks of a group: other types, names or shapes, "
-            "or values that are no tensors (numbers, text, arrays), which cannot be put together. Return "
+            "or values that are not tensors (numbers, text, arrays), which cannot be put together. Return "
             "tensors with one value per token, on every rank; or what was computed from self.unshard(...), "
             "which is the same on all ranks."
         ) from None

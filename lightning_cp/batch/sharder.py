@@ -152,8 +152,8 @@ def add_positions_and_targets(batch: Any, rules: BatchRules, *, positions: bool 
         positions: add positions as well, not only targets.
 
     Returns:
-        ``batch`` itself if it has them, is no dict, or its sequence is not known: one process may read it in
-        ways that several cannot.
+        ``batch`` itself if it has them, is not a dict, or its sequence is not known: one process may read it
+        in ways that several cannot.
     """
     result = batch
     if not isinstance(batch, MutableMapping):
@@ -209,7 +209,7 @@ class CountedBatch:
     """Counts of a whole batch: its rows, its documents, and the tokens that are not padding.
 
     It holds small copies on the host. Copies from a GPU are asynchronous, so that no step waits: test
-    ``arrived`` before reading, or synchronise.
+    ``is_ready`` before reading, or synchronise.
     """
 
     rows: int

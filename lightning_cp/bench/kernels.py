@@ -16,7 +16,7 @@ from lightning_cp.bench.settings import BenchSettings
 from lightning_cp.bench.timers import Samples, device_seconds, largest_spread, measure_on_ranks
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.merge import Accumulator, GradientSums
-from lightning_cp.kernels.protocol import QKV, Kernel, Merged, Request, Scores, accumulate_dtype
+from lightning_cp.kernels.protocol import QKV, Kernel, Output, Request, Scores, accumulate_dtype
 from lightning_cp.kernels.select import ALIASES, kernels
 from lightning_cp.layout import SequenceLayout, schedule
 
@@ -68,7 +68,7 @@ def kernel_passes(kernel: Kernel, case: AttentionCase) -> KernelPasses:
         kernel.forward(inputs, tiles, scores, state)
         return state.result(case.dtype)
 
-    merged = Merged(torch.randn_like(inputs.q), *forward())
+    merged = Output(torch.randn_like(inputs.q), *forward())
 
     def backward() -> tuple[torch.Tensor, ...]:
         gradients = GradientSums.like(inputs, dtype)

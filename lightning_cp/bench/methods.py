@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_cp.attention.api import context_parallel_attention
 from lightning_cp.attention.spec import AttentionSpec
-from lightning_cp.layout import Documents, HeadSplit, Schedule, SequenceLayout, schedule
+from lightning_cp.layout import Documents, Schedule, SequenceLayout, schedule
 from lightning_cp.layout.exchange import EXECUTIONS, Exchange
 from lightning_cp.layout.sequence import LayoutKind
 from lightning_cp.mesh import ContextParallelMesh
@@ -196,10 +196,6 @@ class ContextParallelMethod:
     def schedule(self, case: AttentionCase) -> Schedule:
         """Return the schedule: the tiles of each rank."""
         return schedule(self.sequence_layout(case), None, case.spec.mask)
-
-    def head_split(self, case: AttentionCase) -> HeadSplit:
-        """Return the split of heads over Ulysses ranks."""
-        return HeadSplit(case.heads, case.kv_heads, self.ulysses)
 
     @property
     def exchange_options(self) -> Exchange:

@@ -21,7 +21,7 @@ from lightning_cp.bench.settings import BenchSettings
 from lightning_cp.bench.timers import Figure, device_seconds, largest_spread, measure_on_ranks
 from lightning_cp.config import StrategyConfig
 from lightning_cp.engines.base import engine as engine_of
-from lightning_cp.engines.ddp_options import CommHook
+from lightning_cp.engines.ddp_comm_hook import CommHook
 from lightning_cp.layout import HeadSplit, Mask, SequenceLayout, attention_traffic, schedule
 from lightning_cp.runtime.runtime import ContextParallelRuntime
 from lightning_cp.utils.console import quiet_lightning

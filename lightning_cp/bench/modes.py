@@ -50,7 +50,7 @@ from lightning_cp.comm.consensus import World
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.auto import tiles_of
 from lightning_cp.kernels.merge import Accumulator, GradientSums
-from lightning_cp.kernels.protocol import QKV, Capabilities, Kernel, Merged, Scores
+from lightning_cp.kernels.protocol import QKV, Capabilities, Kernel, Output, Scores
 from lightning_cp.kernels.select import select_kernel
 from lightning_cp.layout import SequenceLayout, Tile
 from lightning_cp.layout.axes import Axis, Flat
@@ -253,7 +253,7 @@ class SilentKernel:
 
     def backward(
         self,
-        merged: Merged,
+        merged: Output,
         inputs: QKV,
         tiles: Sequence[Tile],
         scores: Scores,

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,8 +19,6 @@ import torch.distributed as dist
 from lightning_cp.bench.methods import AttentionCase, AttentionMethod, Step
 from lightning_cp.bench.settings import BenchSettings
 from lightning_cp.comm.consensus import World
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)

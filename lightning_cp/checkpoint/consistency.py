@@ -35,7 +35,7 @@ def first_different_path(world: World, path: Path) -> tuple[int, list[Path]] | N
 
 
 def path_difference(rank: int, every: list[Path]) -> str:
-    """Both paths as texts, shown so that they can be told from each other."""
+    """Both paths as texts, shown so that they differ."""
     first, other = every[0], every[rank]
     if first.parent == other.parent:
         first, other = Path(first.name), Path(other.name)

@@ -32,7 +32,7 @@ from lightning_cp.checkpoint.manifest import (
     sha256_of,
 )
 from lightning_cp.checkpoint.objects import SAFE, WithObjects
-from lightning_cp.checkpoint.pinned import PinnedBuffer
+from lightning_cp.checkpoint.pinned_buffer import PinnedBuffer
 from lightning_cp.checkpoint.tensors import assemble
 from lightning_cp.checkpoint.tree import Place, map_leaves
 from lightning_cp.comm.consensus import World
@@ -142,7 +142,7 @@ def _check_no_comment(tail: bytes, name: str) -> None:
     end = tail.rfind(b"PK\5\6")
     if 0 <= end < len(tail) - _END:
         raise CheckpointError(
-            f"{name} is damaged: it ends in a comment that is no manifest. Nothing was loaded."
+            f"{name} is damaged: it ends in a comment that is not a manifest. Nothing was loaded."
         )
 
 
@@ -172,7 +172,7 @@ def load_file(path: Path, *, weights_only: bool = True) -> Any:
     """
     if not zipfile.is_zipfile(path):
         raise CheckpointError(
-            f"{path.name} is no complete checkpoint: it is truncated, damaged, or was not written by "
+            f"{path.name} is not a complete checkpoint: it is truncated, damaged, or was not written by "
             f"torch.save (it has {path.stat().st_size:,} bytes, and none of the end that such files have). "
             "Nothing was loaded."
         )
@@ -201,7 +201,7 @@ def _why(error: Exception, weights_only: bool) -> str:
             "where you load it."
         )
     return (
-        "is no complete checkpoint: it is truncated, damaged, or was not written by torch.save "
+        "is not a complete checkpoint: it is truncated, damaged, or was not written by torch.save "
         f"({first}). Nothing was loaded."
     )
 

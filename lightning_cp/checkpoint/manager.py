@@ -157,7 +157,7 @@ class CheckpointManager:
     def remove(self, path: str | Path, io: Any = None) -> None:
         """Remove a checkpoint once it is no longer needed; called on every rank, done by the first.
 
-        A failure is no reason to end a run, so it is only logged, once.
+        A failure does not end a run: it is logged, once.
 
         Args:
             path: of the checkpoint.
@@ -201,7 +201,7 @@ class CheckpointManager:
             return remove_anywhere(io, path) or self._try_remove(local_path(path))
         except Exception as error:  # any type: stores and plugins have their own
             name = path if is_store(path) else display_path(Path(path))
-            self.warn_once(f"{name} cannot be removed: {error_summary(error)}. The run goes on.")
+            self.warn_once(f"{name} cannot be removed: {error_summary(error)}. The run continues.")
             return True
 
     def _try_remove(self, target: Path) -> bool:
@@ -217,9 +217,8 @@ class CheckpointManager:
             return False
         if is_foreign(target):
             self.warn_once(
-                f"{display_path(target)} is not removed: it has no manifest.json of ours, so it is no "
-                "complete "
-                "checkpoint of lightning_cp."
+                f"{display_path(target)} is not removed: it has no manifest.json of ours, so it is not a "
+                "complete checkpoint of lightning_cp."
             )
             return True
         remove(target)

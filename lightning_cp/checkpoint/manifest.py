@@ -89,7 +89,7 @@ def parse_manifest(text: str, where: str) -> Manifest:
         body = json.loads(text)
         if body["format"] != _FORMAT:
             raise CheckpointError(
-                f"{where} is no manifest of a checkpoint of lightning_cp. Give the "
+                f"{where} is not a manifest of a checkpoint of lightning_cp. Give the "
                 "path of a checkpoint that a run has saved."
             )
         version = body["version"]
@@ -104,7 +104,7 @@ def parse_manifest(text: str, where: str) -> Manifest:
         manifest = Manifest(body["form"], body["save"], about, files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{where} is truncated or damaged: it is no manifest ({type(error).__name__}). "
+            f"{where} is truncated or damaged: it is not a manifest ({type(error).__name__}). "
             "Nothing was loaded."
         ) from None
     if signed != text:
@@ -133,7 +133,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / NAME
     if not path.is_file():
         raise CheckpointError(
-            f"{folder.name} has no {NAME}: its save did not end, or it is no checkpoint of lightning_cp. "
+            f"{folder.name} has no {NAME}: its save did not end, or it is not a checkpoint of lightning_cp. "
             "Nothing was loaded."
         )
     manifest = parse_manifest(path.read_text(errors="replace"), f"{folder.name}/{NAME}")
@@ -222,7 +222,6 @@ def check_replaceable(path: Path) -> None:
         )
     if is_foreign(path) and any(path.iterdir()):
         raise CheckpointError(
-            f"{display_path(path)} is a folder that is no checkpoint of lightning_cp, so it is not "
-            "replaced. Save "
-            "under another name, or move the folder away."
+            f"{display_path(path)} is a folder that is not a checkpoint of lightning_cp, so it is not "
+            "replaced. Save under another name, or move the folder away."
         )

@@ -14,6 +14,7 @@ from lightning_cp.checkpoint.read import Template
 from lightning_cp.checkpoint.tensors import StoredTensor, as_stored, empty_like, read_into
 from lightning_cp.checkpoint.tree import Place
 from lightning_cp.errors import CheckpointError
+from lightning_cp.utils.tensors import optimizer_parameters
 
 # Check of the optimizer's kind: another kind would fail at its next step, or train differently.
 
@@ -90,15 +91,10 @@ def _options_of(kind: Any) -> set[str]:
     return made.param_groups[0].keys() - _NO_OPTIONS
 
 
-def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The parameters in the order in which a state dict numbers them."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def names_of(optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> list[str]:
     """The parameters' names, in the order in which a state dict numbers them; ``""`` for unknown ones."""
     by_id = {id(parameter): name for name, parameter in named.items()}
-    return [by_id.get(id(parameter), "") for parameter in parameters_of(optimizer)]
+    return [by_id.get(id(parameter), "") for parameter in optimizer_parameters(optimizer)]
 
 
 def named_parameters(modules: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
@@ -167,7 +163,7 @@ def fit_state(
     entries = {
         at: state["state"][number] for at, number in enumerate(order) if number in state["state"]
     }
-    parameters = parameters_of(optimizer)
+    parameters = list(optimizer_parameters(optimizer))
     for at, entry in entries.items():
         name = own[at] if own and own[at] else f"parameter {at}"
         _check_shapes(entry, parameters[at], name, optimizer)
@@ -186,8 +182,8 @@ def _check_state(state: object) -> None:
     known = isinstance(groups, list) and all(isinstance(x, Mapping) for x in groups)
     if not known or not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         raise CheckpointError(
-            "what the checkpoint has for an optimizer is no optimizer's state (state and param_groups). The "
-            "optimizer was left as it is. Look for its key in the checkpoint, or leave it out."
+            "what the checkpoint has for an optimizer is not an optimizer's state (state and param_groups). "
+            "The optimizer was left as it is. Look for its key in the checkpoint, or leave it out."
         )
 
 
@@ -321,7 +317,7 @@ def templates_for(
         (key, name): x for key, module in modules.items() for name, x in module.state_dict().items()
     }
     named: dict[Place, dict[str, torch.Tensor]] = {
-        place: dict(zip(names_as_saved(saved, x, modules), parameters_of(x), strict=True))
+        place: dict(zip(names_as_saved(saved, x, modules), optimizer_parameters(x), strict=True))
         for place, (x, saved) in optimizers.items()
     }
 
@@ -333,7 +329,7 @@ def templates_for(
                 return known.get(place)
         if number < len(saved) and saved[number] in named[of]:
             return named[of][saved[number]]
-        parameters = parameters_of(optimizer)
+        parameters = list(optimizer_parameters(optimizer))
         return parameters[number] if number < len(parameters) else None
 
     return template
@@ -361,7 +357,7 @@ def load_module(
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(
-            f"what the checkpoint has for {type(module).__name__} is no model's state, but "
+            f"what the checkpoint has for {type(module).__name__} is not a model's state, but "
             f"{type(state).__name__}. Nothing was loaded. Look for its key in the checkpoint."
         )
     own = module.state_dict()

@@ -18,7 +18,7 @@ from lightning_cp.checkpoint.consistency import check_same_states
 from lightning_cp.checkpoint.full import NOTES_KEY, FullSave, plan_full
 from lightning_cp.checkpoint.manifest import SaveInfo, check_replaceable
 from lightning_cp.checkpoint.objects import pickled_objects
-from lightning_cp.checkpoint.sharded import plan_sharded
+from lightning_cp.checkpoint.shards import plan_sharded
 from lightning_cp.checkpoint.tree import make_plain
 from lightning_cp.comm.consensus import World, error_summary
 from lightning_cp.errors import CheckpointError

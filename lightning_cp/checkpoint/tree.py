@@ -195,8 +195,8 @@ def _array(value: np.ndarray[Any, Any], place: Place) -> tuple[str, Any]:
         return "array", torch.from_numpy(native)
     except TypeError:
         raise CheckpointError(
-            f"{dotted(place)} is a NumPy array of {value.dtype}, which is no dtype of PyTorch's. Keep it out "
-            "of the state, or save it as numbers or strings."
+            f"{dotted(place)} is a NumPy array of {value.dtype}, which is not a dtype of PyTorch. Keep it "
+            "out of the state, or save it as numbers or strings."
         ) from None
 
 

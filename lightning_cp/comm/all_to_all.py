@@ -58,7 +58,7 @@ class _Section(NamedTuple):
         return all(heads == (at * each, (at + 1) * each) for at, heads in enumerate(self.ranges))
 
 
-class Pending:
+class AllToAll:
     """An all-to-all in flight; holds the send buffer until ``wait``."""
 
     def __init__(
@@ -89,7 +89,7 @@ def scatter_heads(
     ranges: Sequence[HeadRanges],
     rank: int,
     group: dist.ProcessGroup,
-) -> Pending:
+) -> AllToAll:
     """Start sending each rank its heads of this rank's tokens.
 
     Args:
@@ -115,7 +115,7 @@ def scatter_heads(
                     place.copy_(_heads_by_rank(x_BLHD, section, span))
     received = first.new_empty(len(sizes) * tokens, batch, _num_entries(sections, rank))
     work = _post(received, send, [sizes[rank]] * len(sizes), sizes, group)
-    return Pending(received, send, work, lambda whole: _section_views(whole, sections, rank))
+    return AllToAll(received, send, work, lambda whole: _section_views(whole, sections, rank))
 
 
 def gather_heads(
@@ -124,7 +124,7 @@ def gather_heads(
     rank: int,
     group: dist.ProcessGroup,
     dtype: torch.dtype | None = None,
-) -> Pending:
+) -> AllToAll:
     """Start sending each rank its tokens of this rank's heads; the adjoint of :func:`scatter_heads`.
 
     Args:
@@ -147,7 +147,7 @@ def gather_heads(
     sizes = _message_sizes(sections, shape[0] * batch)
     received = send.new_empty(sum(sizes))
     work = _post(received, send, sizes, [sizes[rank]] * len(sizes), group)
-    return Pending(
+    return AllToAll(
         received, send, work, lambda whole: _unpack_tokens(whole, sections, sizes, shape)
     )
 

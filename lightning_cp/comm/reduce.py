@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from lightning_cp.utils.tensors import to_list
 
 MESSAGE_BYTES = 4 * 2**20
 """Most bytes of a message that several small tensors share."""
@@ -60,6 +62,16 @@ def all_max(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     largest = x.detach().clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return largest
+
+
+def any_rank(flags: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
+    """Return for each flag whether it is set on any rank of ``group``.
+
+    Args:
+        flags: as many on all ranks.
+        group: a control group; all of its ranks call this together.
+    """
+    return to_list(all_max(torch.tensor(flags, dtype=torch.int32), group).bool())
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:

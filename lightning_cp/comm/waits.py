@@ -1,4 +1,4 @@
-"""Waits for messages: a GPU that waits for other ranks is told from one that does not finish its own work."""
+"""Waits for messages, noted for the watchdog: a GPU may wait for other ranks, or not finish its own work."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from lightning_cp.mesh import ContextParallelMesh
 
 if TYPE_CHECKING:
     from lightning_cp.config import StrategyConfig
-    from lightning_cp.engines.ddp_options import CommHook
+    from lightning_cp.engines.ddp_comm_hook import CommHook
 
 
 class Engine(Protocol):

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_cp.comm.consensus import all_equal, all_equal_sum
 from lightning_cp.config import StrategyConfig
-from lightning_cp.engines.ddp_options import CommHook, bucket_options
+from lightning_cp.engines.ddp_comm_hook import CommHook, bucket_options
 from lightning_cp.engines.gradients import average_present
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout.axes import Flat
@@ -297,7 +297,7 @@ class DDPEngine:
         not know them; averaging them again at the end changes nothing.
 
         Raises:
-            ConfigError: it was told that the graph never changes.
+            ConfigError: the graph was declared never to change.
         """
         assert isinstance(wrapped, DistributedDataParallel)
         if options.get("static_graph"):

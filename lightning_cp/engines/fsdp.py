@@ -48,10 +48,10 @@ from lightning_cp.utils.patching import add_hook
 # Optimizers made before their model was sharded, and the parameters that they step and zero.
 
 
-class _Sharded(NamedTuple):
+class _ParameterMove(NamedTuple):
     """A parameter before sharding, and the place of its sharded version.
 
-    A weak reference to the sharded parameter is no option: PyTorch cannot move DTensors that have one.
+    A weak reference to the sharded parameter is not possible: PyTorch cannot move DTensors that have one.
     """
 
     before: weakref.ref[nn.Parameter]
@@ -63,12 +63,14 @@ class ShardedParameters:
     """The sharded versions of parameters, for all modules that one engine has sharded."""
 
     def __init__(self) -> None:
-        self._sharded: dict[int, _Sharded] = {}  # by id of the parameter before sharding
+        self._sharded: dict[int, _ParameterMove] = {}  # by id of the parameter before sharding
 
     def record(self, module: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
         """Record a module that was sharded; ``before`` are its former parameters by name."""
         at = weakref.ref(module)
-        self._sharded.update({id(p): _Sharded(weakref.ref(p), at, n) for n, p in before.items()})
+        self._sharded.update(
+            {id(p): _ParameterMove(weakref.ref(p), at, n) for n, p in before.items()}
+        )
 
     def apply_to(self, optimizer: Optimizer, engine: str) -> None:
         """Replace an optimizer's parameters by their sharded versions.

@@ -12,13 +12,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.comm.reduce import all_sum
+from lightning_cp.comm.reduce import any_rank
 from lightning_cp.engines.fsdp_internals import (
     FsdpGroup,
     enter_forward,
     forget_step,
     groups_of,
-    in_backward,
     is_gathered,
     is_idle,
     leave_forward,
@@ -27,6 +26,7 @@ from lightning_cp.engines.gradients import average_present
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout.axes import Flat
 from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.utils.autograd_notes import in_backward
 from lightning_cp.utils.patching import add_hook
 
 
@@ -218,9 +218,8 @@ class FsdpGradients:
             p for group in self._groups for p in group.parameters() if id(p) in self._had_gradient
         ]
         flags = [self._had_gradient[id(p)] for p in trained]
-        counts = all_sum(torch.tensor(flags, dtype=torch.int32), self._control).tolist()
-        for parameter, count in zip(trained, counts, strict=True):
-            if not count and id(parameter) in self._filled:
+        for parameter, exists in zip(trained, any_rank(flags, self._control), strict=True):
+            if not exists and id(parameter) in self._filled:
                 parameter.grad = None
         self._had_gradient.clear()
         self._filled.clear()

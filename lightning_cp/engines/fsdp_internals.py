@@ -14,6 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.utils.autograd_notes import in_backward
 from lightning_cp.watchdog.phase import sign_of_work
 
 
@@ -325,11 +326,6 @@ def _groups(state: Any) -> list[Any]:
     if several is None:
         several = [state._fsdp_param_group] if state._fsdp_param_group else []
     return several
-
-
-def in_backward() -> bool:
-    """True within a backward, which may call modules again."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def is_idle(root: FSDPModule) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from lightning_cp.comm.reduce import all_max, all_mean, all_sum
+from lightning_cp.comm.reduce import all_max, all_mean, all_sum, any_rank
 from lightning_cp.errors import NonFiniteError
 from lightning_cp.utils.dtensor import local_part
 from lightning_cp.utils.tensors import total_norm
@@ -163,9 +163,10 @@ def average_present(
         control: carries, on the CPU, the flags of existing gradients.
         group: the same ranks; carries the gradients.
     """
-    flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
-    counts = all_sum(flags, control).tolist() if parameters else []
-    for parameter, count in zip(parameters, counts, strict=True):
-        if count:
+    if not parameters:
+        return
+    existing = any_rank([p.grad is not None for p in parameters], control)
+    for parameter, exists in zip(parameters, existing, strict=True):
+        if exists:
             own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = all_mean(own, group)

@@ -21,7 +21,7 @@ from lightning_cp.kernels.per_tile import (
     trim_gradients,
     trim_width,
 )
-from lightning_cp.kernels.protocol import QKV, Capabilities, Merged, Scores, accumulate_dtype
+from lightning_cp.kernels.protocol import QKV, Capabilities, Output, Scores, accumulate_dtype
 from lightning_cp.kernels.reference import ReferenceKernel
 from lightning_cp.kernels.varlen import UNBOUNDED_WINDOW, FlashCall, VarlenKernel
 from lightning_cp.layout.tiles import ALL_ROWS, Tile
@@ -53,7 +53,7 @@ class AtenCpuFlash(TopLeftKernel):
         )
         return trim_width(out.transpose(1, 2), inputs.v.shape[-1]), lse
 
-    def differentiate(self, merged: Merged, inputs: QKV, tile: Tile, scores: Scores) -> Gradients:
+    def differentiate(self, merged: Output, inputs: QKV, tile: Tile, scores: Scores) -> Gradients:
         """Call the operator; ``out`` must have q's dtype, ``lse`` float32 (float64 for float64)."""
         padded = pad_to_widest(merged.dout, merged.out, *inputs)
         dout, out, q, k, v = [x.transpose(1, 2) for x in padded]
@@ -101,7 +101,7 @@ class AtenCudaFlash(VarlenKernel):
 
     @override
     def run_backward(
-        self, merged: Merged, inputs: QKV, call: FlashCall, scores: Scores
+        self, merged: Output, inputs: QKV, call: FlashCall, scores: Scores
     ) -> Gradients:
         """Call the operator."""
         random_state = torch.empty(2, dtype=torch.uint64, device=inputs.q.device)
@@ -177,7 +177,7 @@ class AtenCudaCudnn(TopLeftKernel):
         return out.transpose(1, 2), replace_infinities(lse.squeeze(-1), -torch.inf)
 
     @override
-    def differentiate(self, merged: Merged, inputs: QKV, tile: Tile, scores: Scores) -> Gradients:
+    def differentiate(self, merged: Output, inputs: QKV, tile: Tile, scores: Scores) -> Gradients:
         """Call the operator on transposed views."""
         if tile.k_len == 1:
             dtype = accumulate_dtype(inputs.q.dtype)

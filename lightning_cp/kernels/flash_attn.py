@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lightning_cp.kernels.devices import gpu_obstacle, pre_ampere_obstacle
 from lightning_cp.kernels.per_tile import Gradients
-from lightning_cp.kernels.protocol import QKV, Capabilities, Merged, Scores
+from lightning_cp.kernels.protocol import QKV, Capabilities, Output, Scores
 from lightning_cp.kernels.varlen import FlashCall, VarlenKernel
 
 ARGUMENT_ALIASES: Mapping[str, str] = {"is_causal": "causal"}
@@ -138,7 +138,7 @@ class _FlashAttn(VarlenKernel):
 
     @override
     def run_backward(
-        self, merged: Merged, inputs: QKV, call: FlashCall, scores: Scores
+        self, merged: Output, inputs: QKV, call: FlashCall, scores: Scores
     ) -> Gradients:
         """Call the operator, with output buffers in the inputs' dtype."""
         packed = call.cu_seqlens is not None

@@ -14,7 +14,7 @@ import torch
 from typing_extensions import override
 
 from lightning_cp.kernels.merge import Accumulator, GradientSums
-from lightning_cp.kernels.protocol import QKV, Capabilities, Merged, Scores
+from lightning_cp.kernels.protocol import QKV, Capabilities, Output, Scores
 from lightning_cp.layout.mask import Mask
 from lightning_cp.layout.tiles import ALL_ROWS, Tile
 
@@ -39,7 +39,7 @@ class PerTileKernel(ABC):
 
     def backward(
         self,
-        merged: Merged,
+        merged: Output,
         inputs: QKV,
         tiles: Sequence[Tile],
         scores: Scores,
@@ -51,7 +51,7 @@ class PerTileKernel(ABC):
         """
         dout, out, *qkv = with_unit_strides(merged.dout, merged.out, *inputs)
         inputs = QKV(*qkv)
-        merged = Merged(dout, out, replace_infinities(merged.lse, torch.inf))
+        merged = Output(dout, out, replace_infinities(merged.lse, torch.inf))
         for tile in self.calls(tiles, scores.mask):
             queries, slices = _queries(tile, merged), _slices(tile, inputs)
             _add_gradients(tile, self.differentiate(queries, slices, tile, scores), gradients)
@@ -65,7 +65,7 @@ class PerTileKernel(ABC):
         """Return ``out`` [B, i, H, D] and ``lse`` [B, H, i], -inf for queries without keys."""
 
     @abstractmethod
-    def differentiate(self, merged: Merged, inputs: QKV, tile: Tile, scores: Scores) -> Gradients:
+    def differentiate(self, merged: Output, inputs: QKV, tile: Tile, scores: Scores) -> Gradients:
         """Return the tile's share of the gradients of its slices."""
 
 
@@ -150,11 +150,11 @@ def _slices(tile: Tile, tensors: QKV) -> QKV:
     return QKV(q.narrow(1, tile.q_start, tile.q_len), k.narrow(*keys), v.narrow(*keys))
 
 
-def _queries(tile: Tile, merged: Merged) -> Merged:
+def _queries(tile: Tile, merged: Output) -> Output:
     """Return the merged results of the tile's queries."""
     dout, out, lse = merged if tile.row == ALL_ROWS else _rows(tile, *merged)
     queries = (tile.q_start, tile.q_len)
-    return Merged(dout.narrow(1, *queries), out.narrow(1, *queries), lse.narrow(2, *queries))
+    return Output(dout.narrow(1, *queries), out.narrow(1, *queries), lse.narrow(2, *queries))
 
 
 def _rows(tile: Tile, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:

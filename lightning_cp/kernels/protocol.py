@@ -125,7 +125,7 @@ class QKV(NamedTuple):
     v: torch.Tensor
 
 
-class Merged(NamedTuple):
+class Output(NamedTuple):
     """Results of the queries over *all* their tiles, and the gradient of out: the inputs of backward."""
 
     dout: torch.Tensor
@@ -157,7 +157,7 @@ class Kernel(Protocol):
 
     def backward(
         self,
-        merged: Merged,
+        merged: Output,
         inputs: QKV,
         tiles: Sequence[Tile],
         scores: Scores,

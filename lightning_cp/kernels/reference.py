@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_cp.kernels.merge import Accumulator, GradientSums, batch_rows
-from lightning_cp.kernels.protocol import QKV, Capabilities, Merged, Scores, accumulate_dtype
+from lightning_cp.kernels.protocol import QKV, Capabilities, Output, Scores, accumulate_dtype
 from lightning_cp.layout.mask import UNBOUNDED, Mask
 from lightning_cp.layout.tiles import Tile
 
@@ -75,7 +75,7 @@ class ReferenceKernel:
 
     def backward(
         self,
-        merged: Merged,
+        merged: Output,
         inputs: QKV,
         tiles: Sequence[Tile],
         scores: Scores,

@@ -12,7 +12,7 @@ from lightning_cp.kernels.flash_attn import FlashAttn2, FlashAttn3
 from lightning_cp.kernels.protocol import QKV as QKV
 from lightning_cp.kernels.protocol import Capabilities as Capabilities
 from lightning_cp.kernels.protocol import Kernel as Kernel
-from lightning_cp.kernels.protocol import Merged as Merged
+from lightning_cp.kernels.protocol import Output as Output
 from lightning_cp.kernels.protocol import Request as Request
 from lightning_cp.kernels.protocol import Scores as Scores
 from lightning_cp.kernels.protocol import accumulate_dtype as accumulate_dtype

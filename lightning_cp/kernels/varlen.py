@@ -34,7 +34,7 @@ from lightning_cp.kernels.per_tile import (
     trim_width,
     with_unit_strides,
 )
-from lightning_cp.kernels.protocol import QKV, Merged, Scores
+from lightning_cp.kernels.protocol import QKV, Output, Scores
 from lightning_cp.layout.mask import Mask
 from lightning_cp.layout.tiles import ALL_ROWS, Tile
 
@@ -301,7 +301,7 @@ class VarlenKernel(PerTileKernel):
 
     @abstractmethod
     def run_backward(
-        self, merged: Merged, inputs: QKV, call: FlashCall, scores: Scores
+        self, merged: Output, inputs: QKV, call: FlashCall, scores: Scores
     ) -> Gradients:
         """Return the gradients; ``merged.lse`` is contiguous, as operators require.
 
@@ -319,7 +319,7 @@ class VarlenKernel(PerTileKernel):
         return self._forward(inputs, _dense_call(tile, scores.mask), scores)
 
     @override
-    def differentiate(self, merged: Merged, inputs: QKV, tile: Tile, scores: Scores) -> Gradients:
+    def differentiate(self, merged: Output, inputs: QKV, tile: Tile, scores: Scores) -> Gradients:
         """Make one dense call; operators ignore the strides of ``lse``, so it is copied."""
         merged = merged._replace(lse=merged.lse.contiguous())
         return self._backward(merged, inputs, _dense_call(tile, scores.mask), scores)
@@ -331,7 +331,7 @@ class VarlenKernel(PerTileKernel):
         out, lse = self.run_forward(QKV(*pad_to_widest(*inputs)), call, scores)
         return trim_width(out, inputs.v.shape[-1]), replace_infinities(lse, -torch.inf)
 
-    def _backward(self, merged: Merged, inputs: QKV, call: FlashCall, scores: Scores) -> Gradients:
+    def _backward(self, merged: Output, inputs: QKV, call: FlashCall, scores: Scores) -> Gradients:
         """Make one call with tensors of any head dims."""
         dout, out, *wide = pad_to_widest(merged.dout, merged.out, *inputs)
         merged = merged._replace(dout=dout, out=out)
@@ -357,7 +357,7 @@ class VarlenKernel(PerTileKernel):
     @override
     def backward(
         self,
-        merged: Merged,
+        merged: Output,
         inputs: QKV,
         tiles: Sequence[Tile],
         scores: Scores,
@@ -374,7 +374,7 @@ class VarlenKernel(PerTileKernel):
         for pack in packs:
             dout_THD, out_THD = (pack.q.take(x) for x in results)
             lse_HT = replace_infinities(pack.q.take(merged.lse.transpose(1, 2)).T, torch.inf)
-            known = Merged(dout_THD, out_THD, lse_HT.contiguous())
+            known = Output(dout_THD, out_THD, lse_HT.contiguous())
             call = _packed_call(pack, inputs.q.device)
             parts = self._backward(known, _gather_inputs(pack, inputs), call, scores)
             for spans, gradient, part in zip(

@@ -147,7 +147,7 @@ class PackedFunction:
 
 
 def unpacked(file: Path) -> Any:
-    """Read the result that ``Packing`` wrote; the folder belongs to this user alone."""
+    """Read the result that a worker wrote; the folder belongs to this user alone."""
     with file.open("rb") as packed:
         return pickle.load(packed)  # noqa: S301
 

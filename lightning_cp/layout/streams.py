@@ -110,9 +110,9 @@ class StreamEvent(NamedTuple):
 
     step: StreamStep
     begins: Times
-    """When each rank comes to it; a transfer waits for its other rank too."""
+    """Seconds at which each rank comes to it; a transfer waits for its other rank too."""
     ends: Times
-    """When each rank's compute, wait or transfer has ended."""
+    """Seconds at which each rank's compute, wait or transfer has ended."""
 
 
 def stream_events(

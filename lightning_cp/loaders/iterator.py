@@ -151,7 +151,7 @@ _RECEIVES, _HAS, _ENDED = 0, 1, 2
 
 
 @dataclass
-class _Fetched:
+class _FetchResult:
     """The outcome of asking this rank's loader for a batch."""
 
     status: int
@@ -273,28 +273,28 @@ class SynchronizedIterator(Iterator[Any]):
         names = gather_by_vote(self._name, group, what="pass begins")
         check_same_loader(names, self._name, group)
 
-    def _fetch(self) -> _Fetched:
+    def _fetch(self) -> _FetchResult:
         if not self._reads:
             if self._batches is None:
                 self._open()
             self._place.request_batch(trains=self._trains())
-            return _Fetched(_RECEIVES)
+            return _FetchResult(_RECEIVES)
         if self._error is not None:
-            return _Fetched(_ENDED, error=self._error)
+            return _FetchResult(_ENDED, error=self._error)
         try:
             if self._shares is None:
-                return _Fetched(_HAS, self._next())
+                return _FetchResult(_HAS, self._next())
             before = random_state()
             batch = self._next()
-            return _Fetched(_HAS, batch, pack((batch, drawn_since(before))))
+            return _FetchResult(_HAS, batch, pack((batch, drawn_since(before))))
         except StopIteration:
-            return _Fetched(_ENDED)
+            return _FetchResult(_ENDED)
         except (
             Exception
         ) as refused:  # any error: a rank that raised alone would leave the others waiting
-            return _Fetched(_ENDED, error=refused)
+            return _FetchResult(_ENDED, error=refused)
 
-    def _agree(self, fetched: _Fetched, training: bool) -> None:
+    def _agree(self, fetched: _FetchResult, training: bool) -> None:
         """Exchange each rank's outcome, and check that all match.
 
         Raises:

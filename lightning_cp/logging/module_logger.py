@@ -23,7 +23,7 @@ from torchmetrics import MeanMetric, Metric
 
 from lightning_cp import error_display as console
 from lightning_cp.comm.consensus import gather_by_vote
-from lightning_cp.comm.reduce import all_sum
+from lightning_cp.comm.reduce import all_sum, any_rank
 from lightning_cp.layout.axes import Flat
 from lightning_cp.logging.metrics import ReplicatedMetrics
 from lightning_cp.logging.reduce import (
@@ -157,7 +157,9 @@ class ModuleLog:
         self._patches = PatchSet()
         self._comparisons: Counter[str] = Counter()
         self._calls = StepLog(rank_zero_only(console.warn), self._join)
-        self._hooks_log = self._agree(hooks_may_log(trainer, module))
+        (self._hooks_log,) = any_rank(
+            [hooks_may_log(trainer, module)], self._run.mesh.control_group(Flat.LOSS)
+        )
         self._install()
 
     # -- from the module ---------------------------------------------------------------------------
@@ -316,10 +318,6 @@ class ModuleLog:
             return result
 
         return ending
-
-    def _agree(self, mine: bool) -> bool:
-        flag = torch.tensor(float(mine))
-        return bool(all_sum(flag, self._run.mesh.control_group(Flat.LOSS)))
 
     def _emitter(
         self, where: str, name: str, value: Any, options: dict[str, Any]

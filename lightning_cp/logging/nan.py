@@ -26,7 +26,7 @@ class _Flags:
 
     @property
     def has_arrived(self) -> bool:
-        """True if reading makes nobody wait."""
+        """True if reading does not wait."""
         return self.event is None or self.event.query()
 
     def read(self) -> list[bool]:

@@ -59,7 +59,7 @@ class Losses(Protocol):
 
 
 class StepRanks(Protocol):
-    """The part of the strategy's core that this module uses."""
+    """The part of the runtime that this module uses."""
 
     @cached_property
     def mesh(self) -> ContextParallelMesh: ...

@@ -12,7 +12,7 @@ when the window ends. A window of one batch needs no correction.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.errors import ConfigError
 from lightning_cp.utils.dtensor import local_part
-from lightning_cp.utils.tensors import to_list
+from lightning_cp.utils.tensors import optimizer_parameters, to_list
 
 Unreduced = Iterable[tuple[torch.nn.Parameter, torch.Tensor]]
 """Parameters with local gradients that are not in their ``grad`` yet."""
@@ -72,7 +72,9 @@ class AccumulatedTokens:
         Raises:
             ConfigError: optimizers share a parameter, whose gradient would need two sizes.
         """
-        training = [each for each in optimizers if any(p.requires_grad for p in _parameters(each))]
+        training = [
+            each for each in optimizers if any(p.requires_grad for p in optimizer_parameters(each))
+        ]
         _check_no_shared_parameters(training)
         if group is not None:
             self._forget_zeroed(training, group)
@@ -110,13 +112,13 @@ class AccumulatedTokens:
         if factor == 1.0:
             return
         with torch.no_grad():
-            for parameter in _parameters(optimizer):
+            for parameter in optimizer_parameters(optimizer):
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
 
 
 def _check_no_shared_parameters(optimizers: Sequence[Optimizer]) -> None:
-    counts = Counter(id(p) for each in optimizers for p in set(_parameters(each)))
+    counts = Counter(id(p) for each in optimizers for p in set(optimizer_parameters(each)))
     if counts and max(counts.values()) > 1:
         raise ConfigError(
             "token_weighting='global' gives gradients their final size once for each optimizer, but two "
@@ -130,15 +132,10 @@ def _has_gradient(optimizer: Optimizer, kept: Mapping[int, torch.Tensor]) -> boo
 
     Ends at the first one, because the host waits for the device at each.
     """
-    gradients = (x for p in _parameters(optimizer) for x in (p.grad, kept.get(id(p))))
+    gradients = (x for p in optimizer_parameters(optimizer) for x in (p.grad, kept.get(id(p))))
     return any(_is_nonzero(x) for x in gradients if x is not None)
 
 
 def _is_nonzero(gradient: torch.Tensor) -> bool:
     """True if this rank's part is nonzero; without communication, as ranks test different tensors."""
     return bool(local_part(gradient).any())
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]

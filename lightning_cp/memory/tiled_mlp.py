@@ -97,7 +97,7 @@ def run_in_tiles(
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     run = _TiledCall(module, forward, list(trained), size, around)
     if torch.is_grad_enabled():
-        return _Tiled.apply(run, len(inputs), *inputs, *trained.values())  # type: ignore[return-value]
+        return _TiledFunction.apply(run, len(inputs), *inputs, *trained.values())  # type: ignore[return-value]
     return run.whole(inputs)
 
 
@@ -157,7 +157,7 @@ class _TiledCall(nn.Module):
         return [next(made) if x.requires_grad else None for x in (*leaves, *own)]
 
 
-class _Tiled(torch.autograd.Function):
+class _TiledFunction(torch.autograd.Function):
     """Tiled forward and backward over L tokens, in tiles of n; parameters of any shape.
 
     | pass | input | output | held at once | collectives |

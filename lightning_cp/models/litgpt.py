@@ -193,7 +193,7 @@ def _check_supported(part: Any) -> None:
     if taken != FORWARD_ARGUMENTS:
         raise ConfigError(
             f"{kind.__module__}.{kind.__name__} takes {taken}, and {FORWARD_ARGUMENTS} is known here, so "
-            "that it cannot be told positions. Use a version of litgpt that this package was tested with "
+            "that it cannot receive positions. Use a version of litgpt that this package was tested with "
             "(0.5.13)."
         )
 

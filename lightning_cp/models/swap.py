@@ -77,7 +77,6 @@ def local_modules(
 
 
 def track_calls(
-    model: nn.Module,
     handle: SwapHandle,
     listed: Sequence[nn.Module] | None,
     local: set[nn.Module],
@@ -300,7 +299,7 @@ def swap_attention(
         of_routers = functools.partial(router_replacements, model.modules())
         known = (sdpa_replacements, loss_replacements, unsupported_replacements)
         install_replacements(handle, *known, of_routers, shift_replacements)
-        track_calls(model, handle, listed, local)
+        track_calls(handle, listed, local)
         watch_attention(model, handle, local)
         watch_calls(model, handle, local | _modules_to_skip(model, swaps))
         watch_pooling(model, handle, others)

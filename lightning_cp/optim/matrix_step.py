@@ -252,7 +252,7 @@ class ActiveParameter:
             return f"{self.name} has a sparse or complex gradient, which Muon does not know"
         if isinstance(gradient, DTensor) == self.is_whole:
             kinds = f"a {type(self.parameter).__name__}, its gradient a {type(gradient).__name__}"
-            return f"{self.name} is {kinds}: nobody knows which part of it the gradient is of"
+            return f"{self.name} is {kinds}: the part of it that the gradient belongs to is unknown"
         return None
 
     def redistribute_gradient(self) -> None:

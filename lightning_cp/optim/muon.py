@@ -74,7 +74,7 @@ def check_same_gradients(
     everywhere = set(named[0]).intersection(*named.values())
     if all(set(names) == everywhere for names in named.values()):
         raise ConfigError(
-            "parameters that are no DTensors have other values on other ranks, so these do not train one "
+            "parameters that are not DTensors have other values on other ranks, so these do not train one "
             "model. Muon takes them for copies, as with ddp; broadcast them from one rank first."
         )
     lacking = {rank: sorted(set(names) - everywhere) for rank, names in named.items()}

@@ -171,7 +171,7 @@ def _dtype(given: torch.dtype | str) -> torch.dtype:
     dtype = getattr(torch, given, None) if isinstance(given, str) else given
     if dtype not in DTYPES:
         raise ConfigError(
-            f"ns_dtype={given!r} is no dtype to compute in. Use bfloat16 (usual), float32 or float64."
+            f"ns_dtype={given!r} is not a dtype to compute in. Use bfloat16 (usual), float32 or float64."
         )
     return dtype
 
@@ -331,8 +331,8 @@ class Rules:
             asked = next((name for name in names if _matches_any(name, self.matrices)), None)
             if asked is not None and reason is not None:
                 raise ConfigError(
-                    f"matrices= names {asked} {list(shape)}, which is no matrix for Muon: {reason}. Leave it "
-                    f"to AdamW{_BY_NAME if reason == _NAMED else ''}."
+                    f"matrices= names {asked} {list(shape)}, which is not a matrix for Muon: {reason}. Leave "
+                    f"it to AdamW{_BY_NAME if reason == _NAMED else ''}."
                 )
             if asked is None:
                 return Assignment(names[0], shape, False, reason or "not named in matrices=")

@@ -129,8 +129,8 @@ class QKClip:
             for rows in (*layer.query, *layer.key):
                 if id(self._parameters[rows.parameter]) not in successors:
                     raise ConfigError(
-                        f"QK-clip scales {rows.parameter}, which its optimizer does not step, so that nobody "
-                        "knows what was made of it when the model was sharded. Bind what the optimizer is "
+                        f"QK-clip scales {rows.parameter}, which its optimizer does not step, so the part "
+                        "that each rank holds after sharding is unknown. Bind what the optimizer is "
                         "given, and leave such layers out with layers=."
                     )
         self._parameters = {n: successors.get(id(p), p) for n, p in self._parameters.items()}

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp.comm.consensus import World
+from lightning_cp.comm.reduce import all_max
 from lightning_cp.errors import ConfigError, NonFiniteError
 
 NORMS = (
@@ -261,8 +262,9 @@ class ScoreMaxima:
         parts = [self._layer_maxima(noted, name) for name in self._layers]
         packed = torch.cat([x.to(_device(parts)) for x in parts])
         packed = torch.where(packed.isnan(), torch.inf, packed)  # max may drop NaN
-        if World().size > 1:
-            dist.all_reduce(packed, op=dist.ReduceOp.MAX)
+        world = dist.group.WORLD if World().size > 1 else None
+        if world is not None:
+            packed = all_max(packed, world)
         values, sizes = packed.tolist(), [len(x) for x in parts]
         found: dict[str, list[float]] = {}
         for name, size in zip(self._layers, sizes, strict=True):

@@ -98,7 +98,7 @@ def _boundaries(x: torch.Tensor, start: int, length: int) -> torch.Tensor:
     return torch.stack(inside).to(x)
 
 
-def without_documents(batch: Any, rules: BatchRules) -> Any | None:
+def without_documents(batch: Any) -> Any | None:
     """The same tokens as one document per row; ``None`` if there are no documents."""
     names = dict(tensors_of(batch))
     packed = [name for name in names if has_boundaries(name) or name in SEGMENTS]

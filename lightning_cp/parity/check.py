@@ -53,7 +53,7 @@ from lightning_cp.parity.diagnosis import (
     ill,
 )
 from lightning_cp.parity.passes import Event, LocalTokens, StepPass
-from lightning_cp.parity.runner import CannotRun, Runner, StepFailed
+from lightning_cp.parity.runner import CannotRun, Runner, StepFailure
 from lightning_cp.runtime.probe import use_layout, use_mesh
 from lightning_cp.runtime.runtime import ContextParallelRuntime
 from lightning_cp.utils.containers import tensors_of
@@ -78,7 +78,7 @@ class StepComparer:
         runner, parallel, failed = self.runner, None, None
         try:
             parallel = runner.run_parallel(batch)
-        except StepFailed as own:
+        except StepFailure as own:
             failed = own.error
         single = runner.run_single(batch)
         if parallel is None:  # and one process does not fail
@@ -233,7 +233,7 @@ class DifferenceExplainer(StepComparer):
             return lambda: self.run(batch if changed is None else changed)
 
         tries[NO_PADDING] = of(without_padding(batch), "the batch has none of its own")
-        tries[NO_PACKING] = of(without_documents(batch, runtime.binding.rules), "nothing is packed")
+        tries[NO_PACKING] = of(without_documents(batch), "nothing is packed")
         tries[PLAIN_LOSS] = lambda: StepComparer(replace(self.runner, plain_loss=True)).run(batch)
         if not self.runner.evaluation:
             other = replace(self.runner, evaluation=True)

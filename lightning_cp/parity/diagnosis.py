@@ -23,7 +23,7 @@ class Cause(Enum):
     LOCAL_PICK = "a token that each rank takes from its own part"
     LOCAL_LABELS = "local labels"
     OF_SEQUENCES = "a function of sums over sequences"
-    NO_MEAN = "a loss that is no mean over targets"
+    NO_MEAN = "a loss that is not a mean over targets"
     LOCAL_POSITIONS = "local positions"
     TRAINING_ONLY = "code of training alone"
     MIXES_THE_SEQUENCE = "a module that mixes the sequence"

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_cp.batch.documents import padding_mask_of
 from lightning_cp.comm.consensus import raise_on_all
-from lightning_cp.comm.reduce import all_sum
+from lightning_cp.comm.reduce import all_sum, any_rank
 from lightning_cp.config import StrategyConfig
 from lightning_cp.engines.base import Engine
 from lightning_cp.engines.checks import mixed_precision_policy
@@ -69,7 +69,7 @@ class CannotRun(Exception):  # noqa: N818 - no error: the check is left out, and
     """A step that cannot be compared."""
 
 
-class StepFailed(Exception):  # noqa: N818 - on all ranks, of which one at least knows why
+class StepFailure(Exception):  # noqa: N818 - on all ranks, of which one at least knows why
     """A step that the user's code, or PyTorch, ended with an error on a rank's part of a batch."""
 
     def __init__(self, error: Exception | None) -> None:
@@ -200,7 +200,7 @@ class Runner:
     def is_any(self, here: bool) -> bool:
         """True if it holds on any rank: data ranks have different batches, but run passes together."""
         group = self.runtime.mesh.control_group(Flat.LOSS)
-        return bool(int(all_sum(torch.tensor([int(here)]), group)))
+        return any_rank([here], group)[0]
 
     def count(self, batch: Any) -> int:
         """Number of tokens of a batch, all rows together."""
@@ -212,7 +212,7 @@ class Runner:
 
         Raises:
             ConfigError: the same as in a training step.
-            StepFailed: the step itself has failed, on some rank.
+            StepFailure: the step itself has failed, on some rank.
         """
         runtime = self.runtime
         with (
@@ -289,11 +289,11 @@ class Runner:
         if error is None or not known:
             error = self._error_in_group(error)
         if self.is_any(error is not None and not isinstance(error, LightningCPError)):
-            raise StepFailed(error)
+            raise StepFailure(error)
         self.raise_on_all(error)
 
     def _error_in_group(self, error: Exception | None) -> Exception | None:
-        """This rank's error, or a StepFailed if another rank of its cp group has one.
+        """This rank's error, or a StepFailure if another rank of its cp group has one.
 
         Other ranks may be in an agreement of the model, which ends with this vote. If they wait for data of
         this rank, only the end of its process ends them.

@@ -133,7 +133,7 @@ class AttentionCostInputs:
     ulysses_link: float
     latency: float
     near: float = 1.0
-    """How many times faster links within a node are."""
+    """Speed of links within a node, as a multiple of those between nodes."""
     nodes: Nodes | None = None
     """Places of the ring's ranks; ``None``: within a node."""
 

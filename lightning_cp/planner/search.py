@@ -182,7 +182,7 @@ def model_flops(job: Job, attention: Mapping[int | None, AttentionCost]) -> int:
 
 
 @dataclass(frozen=True)
-class Rejected:
+class Rejection:
     """A mesh and engine that no settings make feasible."""
 
     mesh: MeshSizes
@@ -201,7 +201,7 @@ class SearchResult:
 
     plans: tuple[MethodPlan, ...]
     """The best settings of each mesh and engine that fits, fastest first."""
-    rejected: tuple[Rejected, ...]
+    rejected: tuple[Rejection, ...]
     """Rejected meshes, closest to fitting first."""
     looked_at: int
     """Number of evaluated cases."""
@@ -214,24 +214,24 @@ def search(job: Job, limits: Limits) -> SearchResult:
         ConfigError: limits that no mesh of the devices meets.
     """
     plans: list[MethodPlan] = []
-    rejected: list[Rejected] = []
+    rejected: list[Rejection] = []
     looked_at = 0
     for mesh, engine in meshes(job, limits):
         why = _mesh_obstacle(job, mesh)
         if why:
-            rejected.append(Rejected(mesh, engine, why))
+            rejected.append(Rejection(mesh, engine, why))
             continue
         cases = [PlanCase(job, choice) for choice in training_methods(job, mesh, engine, limits)]
         looked_at += len(cases)
         if not cases:
-            rejected.append(Rejected(mesh, engine, "the settings that are set do not go with it"))
+            rejected.append(Rejection(mesh, engine, "the settings that are set do not go with it"))
             continue
         found = _best_of(cases)
         if isinstance(found, MethodPlan):
             plans.append(found)
         else:
             memory, saving = found
-            rejected.append(Rejected(mesh, engine, memory.why, memory.missing, memory, saving))
+            rejected.append(Rejection(mesh, engine, memory.why, memory.missing, memory, saving))
     if not plans and not rejected:
         raise ConfigError(no_mesh_message(job, limits))
     plans.sort(key=_slowness)

@@ -1,4 +1,4 @@
-"""Time of a training step from its compute, memory traffic and bytes sent, and CPU time of all ranks.
+"""Time of a training step from its compute, memory traffic and bytes sent.
 
 Per layer and sequence, forward: matrix products, attention with its exchange over the ring (the longer of
 compute and transfer of every hop), memory traffic around them, the exchanges that nothing hides (Ulysses,
@@ -8,16 +8,13 @@ products, also sends gradients, and recomputes tensors that were not saved.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from lightning_cp.errors import ConfigError
-from lightning_cp.layout import Traffic
 from lightning_cp.layout.axes import Axis, Flat
 from lightning_cp.planner.activations import RankStep, layer_bytes, rank_step, saved_per_layer
 from lightning_cp.planner.attention import AttentionCost
 from lightning_cp.planner.job import OPTIMIZERS, PlanCase
-from lightning_cp.planner.machines import SendCost, nearest_ranks
+from lightning_cp.planner.machines import nearest_ranks
 from lightning_cp.planner.model import BlockSpec, Parameter
 
 # Memory traffic besides matrix products. ``python -m lightning_cp.bench 'suites=[compute]'`` measures a
@@ -28,8 +25,6 @@ READS_FORWARD, READS_BACKWARD = 2, 3
 """Reads and writes of a forward result: written and read; read again, and its gradient written and read."""
 LOGIT_BYTES = 4
 """Bytes of a logit: the loss is computed in float32."""
-BUCKET_PASSES = 4
-"""Reads and writes of a gradient by an engine that copies it to its send buffer and back."""
 
 
 @dataclass(frozen=True)
@@ -160,11 +155,6 @@ def loss_bytes_moved(vocabulary: int, tokens: int) -> float:
 def optimizer_bytes_moved(parameters: float, itemsize: int, optimizer: str) -> float:
     """Return the traffic of the optimizer: parameter and states read and written, gradient read."""
     return parameters * itemsize * (2 * (1 + OPTIMIZERS[optimizer]) + 1)
-
-
-def bucket_bytes_moved(parameters: float, itemsize: int) -> float:
-    """Return the traffic of gradients that an engine copies to its send buffer, and back."""
-    return parameters * itemsize * BUCKET_PASSES
 
 
 @dataclass(frozen=True)
@@ -339,109 +329,3 @@ def _step_overhead(case: PlanCase) -> StepSeconds:
     if choice.mesh.cp > 1 and machine.sharing:
         fixed += nearest_ranks(machine.sharing, choice.mesh.cp).seconds
     return StepSeconds(parameters=waiting, optimizer=touched / bandwidth, fixed=fixed)
-
-
-# CPU time, for training on CPU, where communication is work of the processor too. The terms are those of
-# ``step_seconds``, but hidden and exposed communication is replaced by its CPU time: work adds up.
-
-COLLECTIVES = {
-    "all-to-all": ("all_to_all_calls", "all_to_all_bytes"),
-    "p2p": ("p2p_messages", "p2p_bytes"),
-    "all-gather": ("all_gather_calls", "all_gather_bytes"),
-    "reduce-scatter": ("reduce_scatter_calls", "reduce_scatter_bytes"),
-}
-"""Attention's collectives, with their fields of ``Traffic``."""
-
-
-@dataclass(frozen=True)
-class CpuSeconds:
-    """CPU-seconds of one step, of all ranks together."""
-
-    products: float
-    attention: float
-    memory: float
-    """Norms, activations, the loss."""
-    optimizer: float
-    fixed: float
-    """Python and launches of layers and of the step."""
-    exchange: float
-    """Attention's exchanges: calls, and bytes."""
-    gradients: float
-    """Copies of gradients to send buffers, and their reduction."""
-
-    @property
-    def total(self) -> float:
-        """CPU-seconds of the step."""
-        return sum(getattr(self, field.name) for field in fields(self))
-
-
-def cpu_seconds(case: PlanCase, attention: Mapping[int | None, AttentionCost]) -> CpuSeconds:
-    """Return the CPU-seconds of all ranks: ranks times the busiest one's compute and the first one's traffic.
-
-    Args:
-        case: the job and the choice, which is ``ddp`` without tensor parallelism.
-        attention: by the layers' windows.
-
-    Raises:
-        ConfigError: an unsupported choice, or the CPU time of a collective was not measured.
-    """
-    choice, ranks = case.choice, case.choice.mesh.devices
-    if choice.engine != "ddp" or choice.mesh.tp > 1:
-        raise ConfigError(
-            f"CPU-seconds are counted of engine=ddp without tensor parallelism, got {choice.engine} and "
-            f"tp={choice.mesh.tp}. "
-            "Ask for engine=ddp and tp=1."
-        )
-    computing = step_seconds(case, dict(attention))
-    return CpuSeconds(
-        ranks * computing.matmul,
-        ranks * computing.attention,
-        ranks * computing.memory,
-        ranks * computing.optimizer,
-        ranks * computing.fixed,
-        ranks * case.sequences * _exchange(case, attention),
-        ranks * _gradients(case),
-    )
-
-
-def _exchange(case: PlanCase, attention: Mapping[int | None, AttentionCost]) -> float:
-    """Return the CPU-seconds of attention's exchanges, for one rank and one sequence."""
-    total = 0.0
-    again = case.choice.checkpointing == "blocks"
-    for window, count in case.job.model.windows.items():
-        forward, backward = attention[window].traffic
-        total += count * (_sent(case, forward) * (1 + again) + _sent(case, backward))
-    return total
-
-
-def _sent(case: PlanCase, traffic: Traffic) -> float:
-    total = 0.0
-    for collective, (calls, nbytes) in COLLECTIVES.items():
-        if getattr(traffic, calls):
-            each = _sending(case, collective)
-            total += getattr(traffic, calls) * each.call_seconds
-            total += getattr(traffic, nbytes) * each.seconds_per_byte
-    return total
-
-
-def _gradients(case: PlanCase) -> float:
-    """Return the CPU-seconds of one rank's gradients: copies to buckets and back (always), and sums."""
-    job = case.job
-    bandwidth = job.machine.optimizer_bandwidth or job.machine.memory_bandwidth
-    copied = bucket_bytes_moved(job.model.num_parameters, job.itemsize) / bandwidth
-    if case.choice.mesh.devices == 1:
-        return copied
-    sent = parameter_traffic(case, tuple(job.model.parameters)).reduced
-    return copied + sent * _sending(case, "all-reduce").seconds_per_byte
-
-
-def _sending(case: PlanCase, collective: str) -> SendCost:
-    machine, mesh = case.job.machine, case.choice.mesh
-    ranks = {"all-to-all": mesh.ulysses, "all-reduce": mesh.size(Flat.LOSS)}
-    found = [sending for sending in machine.sending if sending.collective == collective]
-    if found:
-        return nearest_ranks(found, ranks.get(collective, mesh.ring))
-    raise ConfigError(
-        f"what {collective} takes of a processor was not measured on {machine.name}. Measure it with two "
-        "devices or more: python -m lightning_cp.bench 'suites=[kernels,links,compute,overheads]' device=cpu"
-    )

@@ -33,7 +33,7 @@ Interval = tuple[float, float]
 """Start and end in seconds."""
 
 
-class Timed(Protocol):
+class TimeRange(Protocol):
     """A range of time on a thread."""
 
     @property
@@ -44,7 +44,7 @@ class Timed(Protocol):
     def thread(self) -> int: ...
 
 
-R = TypeVar("R", bound=Timed)
+R = TypeVar("R", bound=TimeRange)
 
 
 class Nesting(Generic[R]):

@@ -238,7 +238,7 @@ _OF_WARNINGS = {
     "_sample_dirichlet": ("Beta or Dirichlet of torch.distributions", "torch.rand"),
     "native_dropout": ("torch.native_dropout", "torch.nn.functional.dropout"),
 }
-"""What draws by a function that warns, and what to use instead, where the function's name says neither."""
+"""Callers of a function that warns, and replacements, where the function's name says neither."""
 
 
 def _warning_wrapper(name: str, original: Any) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_cp.errors import CheckpointError
-from lightning_cp.loaders.synchronized import LoaderProxy, SharedLoader
+from lightning_cp.loaders.shared_loader import LoaderProxy, SharedLoader
 from lightning_cp.resume.record import (
     BufferCopies,
     ResumePoint,
@@ -22,6 +22,7 @@ from lightning_cp.resume.record import (
     set_orders,
 )
 from lightning_cp.runtime.mesh_builder import MeshBuilder
+from lightning_cp.utils.tensors import optimizer_parameters
 
 
 class RunState:
@@ -144,7 +145,7 @@ class RunState:
         parameter."""
         if not any(known() is optimizer for known in self._optimizers):
             own = {id(p) for model in self._models for p in model.parameters()}
-            if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            if not any(id(p) in own for p in optimizer_parameters(optimizer)):
                 return
             self.track_optimizer(optimizer)
         self.steps()

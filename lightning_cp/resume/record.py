@@ -316,7 +316,7 @@ def _is_followed(callback: Any) -> bool:
 
 
 def _plain_attributes(callback: Any) -> dict[str, Any]:
-    """Return all attributes by name; ``_OTHER`` for those of other types."""
+    """Return all attributes by name; ``_NOT_COPIED`` for those of other types."""
     copies: dict[str, Any] = dict.fromkeys(callback.__dict__, _NOT_COPIED)
     for name, value in callback.__dict__.items():
         with suppress(_NotPlainError):

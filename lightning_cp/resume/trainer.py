@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_cp.loaders.position import position_before_pass
 from lightning_cp.loaders.rng import RandomStates
-from lightning_cp.loaders.synchronized import SharedLoader
+from lightning_cp.loaders.shared_loader import SharedLoader
 from lightning_cp.resume.record import (
     BufferCopies,
     CallbackStates,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -44,6 +42,7 @@ from lightning_cp.randomness.token_draws import TokenDraws
 from lightning_cp.runtime.mesh_builder import MeshBuilder
 from lightning_cp.utils.containers import memory_of, tensors_of
 from lightning_cp.utils.patching import StepPatches, add_hook
+from lightning_cp.utils.tensors import optimizer_parameters
 from lightning_cp.utils.tracing import exclude_from_compile
 
 # QK-clip: attention modules report their largest scores to the optimizers of a run.
@@ -62,9 +61,9 @@ def remap_parameters(optimizer: Optimizer, remap: Callable[[Optimizer], object])
         optimizer: the user's.
         remap: the engine's method, for the optimizer alone.
     """
-    before = list(_parameters(optimizer))
+    before = list(optimizer_parameters(optimizer))
     remap(optimizer)
-    now = dict(zip(map(id, before), _parameters(optimizer), strict=True))
+    now = dict(zip(map(id, before), optimizer_parameters(optimizer), strict=True))
     for clip in find_clips([optimizer]):
         clip.follow(now)
 
@@ -123,11 +122,6 @@ def _note_all(callbacks: Iterable[ScoreCallback], scores: MaxLogits) -> None:
         note(scores)
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
 def _unwrap(optimizer: Any) -> Any:
     inner = getattr(optimizer, "optimizer", None)
     return inner if isinstance(inner, Optimizer) else optimizer
@@ -156,7 +150,6 @@ def make_step_patches(model: nn.Module, settings: StrategyConfig) -> StepPatches
     return patches
 
 
-_log = logging.getLogger("lightning_cp")
 _OUTSIDE = (
     "{} is called with this rank's part of a batch outside of the step of that batch, so attention would be "
     "over the part alone. Call it within the step. With Fabric a step ends with the loop over its loader, "

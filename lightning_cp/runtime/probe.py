@@ -56,7 +56,7 @@ def single_rank_step(runtime: ContextParallelRuntime, batch: Any) -> Generator[b
         state = binding.state_of(*declared, cp_rank=0)
         state.weighted = True  # by 1: it has all targets
         runtime.step.adopt_state(state)
-        with _attend_alone(binding.handle, state):
+        with _attend_locally(binding.handle, state):
             yield True
 
 
@@ -103,7 +103,7 @@ def _unread_documents(
 
 
 @contextmanager
-def _attend_alone(handle: SwapHandle, state: StepState) -> Generator[None]:
+def _attend_locally(handle: SwapHandle, state: StepState) -> Generator[None]:
     """Intercept attention of a whole batch on this rank alone."""
     before = {name: getattr(handle, name) for name in _RANK_ATTRIBUTES}
     mesh = SingleRankMesh(handle.mesh.device_type)

@@ -469,8 +469,8 @@ _NO_MODEL = (
 _NO_POSITIONS = (
     "the step took no positions from the batch, so a model that counts its tokens from 0 would give every "
     "rank's part of the sequence the same positions, which is silently wrong. Take them from "
-    "batch['position_ids'], or from ContextParallelMixin.token_positions, which works for batches that are "
-    "no dict too; a model without positions is fine."
+    "batch['position_ids'], or from ContextParallelMixin.token_positions, which also works for batches that "
+    "are not dicts; a model without positions is fine."
 )
 
 _SHIFTED_TWICE = (

@@ -34,8 +34,8 @@ from lightning_cp.config import (
 from lightning_cp.consistency.finite import FiniteGuard, Step
 from lightning_cp.consistency.settings import check_same_start
 from lightning_cp.engines.base import engine
-from lightning_cp.engines.ddp_options import ARGUMENTS as HOOK
-from lightning_cp.engines.ddp_options import (
+from lightning_cp.engines.ddp_comm_hook import ARGUMENTS as HOOK
+from lightning_cp.engines.ddp_comm_hook import (
     CommHook,
     check_ddp_only,
     check_known_options,
@@ -51,7 +51,7 @@ from lightning_cp.launch.ranks import (
 )
 from lightning_cp.layout import LayoutChoice
 from lightning_cp.layout.axes import Flat
-from lightning_cp.loaders.synchronized import LoaderSynchronizer
+from lightning_cp.loaders.shared_loader import LoaderSynchronizer
 from lightning_cp.loss.sequence import Index
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.randomness.token_draws import Per, draw_per

@@ -31,11 +31,12 @@ from lightning_cp.loaders.rng import keep_random_state
 from lightning_cp.randomness.token_draws import without_token_draws
 from lightning_cp.resume.fabric import RunState
 from lightning_cp.strategies.base import ContextParallelStrategy, in_floating_point
+from lightning_cp.strategies.declarations import collect_undeclared, complete_errors
 from lightning_cp.strategies.fabric_loops import FabricLoader, Loops
 from lightning_cp.strategies.lightning_patches import STEPS, unscale_with_ranks
 from lightning_cp.strategies.parity_checks import FabricParity, fabric_question
-from lightning_cp.strategies.undeclared import collect_undeclared, complete_errors
 from lightning_cp.strategies.validation import check_fabric_parity
+from lightning_cp.utils.tensors import optimizer_parameters
 from lightning_cp.watchdog.phase import Phase, Position
 
 if TYPE_CHECKING:
@@ -428,8 +429,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
             raise
 
     def _check_reduced(self, optimizer: Optimizer) -> None:
-        stepped = (p for group in optimizer.param_groups for p in group["params"])
-        kept = self.engine.count_unsynced(stepped)
+        kept = self.engine.count_unsynced(optimizer_parameters(optimizer))
         if kept:
             raise ConfigError(
                 f"gradients of {kept} parameters of this {type(optimizer).__name__} are this rank's "

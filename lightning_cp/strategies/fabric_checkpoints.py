@@ -32,7 +32,6 @@ from lightning_cp.resume.fabric import RunState
 from lightning_cp.runtime.runtime import ContextParallelRuntime
 
 State = dict[str, Any]
-Filter = Mapping[str, Callable[[str, Any], bool]]
 _STEPS = ("global_step", "step", "iteration", "iter_num")
 
 

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lightning_cp.loaders.synchronized import LoaderProxy
+from lightning_cp.loaders.shared_loader import LoaderProxy
 from lightning_cp.runtime.runtime import ContextParallelRuntime
 
 

@@ -186,11 +186,11 @@ def unscale_with_ranks(patches: PatchSet, precision: Any, meshes: MeshBuilder) -
             "own way, so ranks that share parameters could skip different steps. Pass a torch.amp.GradScaler."
         )
 
-    def unscale_together(*args: Any) -> Any:
+    def unscale_on_all_ranks(*args: Any) -> Any:
         groups = [meshes.mesh.group(each) for each in (Flat.LOSS, Axis.TP)]
         return unscale(*args, groups=[group for group in groups if group.size() > 1])
 
-    patches.put_method(scaler, "_unscale_grads_", unscale_together)
+    patches.put_method(scaler, "_unscale_grads_", unscale_on_all_ranks)
 
 
 # Decisions of Lightning by a logged value, and saves of callbacks, on several ranks.

@@ -31,12 +31,13 @@ from lightning_cp.launch.ranks import connect
 from lightning_cp.launch.worker_results import reporting_launcher
 from lightning_cp.layout.axes import Flat
 from lightning_cp.loaders.rng import keep_random_state
-from lightning_cp.loaders.synchronized import unwrap_loader
+from lightning_cp.loaders.shared_loader import unwrap_loader
 from lightning_cp.logging.module_logger import RunLog
 from lightning_cp.mixin import options_of
 from lightning_cp.randomness.token_draws import without_token_draws
 from lightning_cp.resume.trainer import TrainerResume
 from lightning_cp.strategies.base import ContextParallelStrategy, in_floating_point
+from lightning_cp.strategies.declarations import collect_undeclared_of_trainer, complete_errors
 from lightning_cp.strategies.lightning_patches import (
     STEPS,
     call_after_toggling,
@@ -49,7 +50,6 @@ from lightning_cp.strategies.lightning_patches import (
     prevent_saves,
 )
 from lightning_cp.strategies.parity_checks import TrainerParity
-from lightning_cp.strategies.undeclared import collect_undeclared_of_trainer, complete_errors
 from lightning_cp.utils.dtensor import is_on_meta, is_sharded
 from lightning_cp.watchdog.phase import Phase
 

@@ -122,7 +122,7 @@ def check_profile(settings: StrategyConfig) -> None:
     blocked = None if folder is None else _blocking_path(Path(folder))
     if blocked is not None:
         raise ConfigError(
-            f"profile_folder={str(folder)!r} cannot be made: {str(blocked)!r} is no folder. Name "
+            f"profile_folder={str(folder)!r} cannot be made: {str(blocked)!r} is not a folder. Name "
             "another one, or leave it out."
         )
     if steps and settings.exchange == "ring_flash_attn":

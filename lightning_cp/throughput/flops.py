@@ -27,11 +27,11 @@ from lightning_cp.throughput.work import (
     AttentionCall,
     StepWork,
     ThroughputOptions,
-    in_backward,
     is_compiled,
     observe_calls,
     shared_call,
 )
+from lightning_cp.utils.autograd_notes import in_backward
 from lightning_cp.utils.patching import PatchSet, add_hook
 
 

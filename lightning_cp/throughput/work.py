@@ -32,6 +32,7 @@ from lightning_cp.models.sdpa import observe_sdpa
 from lightning_cp.models.structure import module_mask
 from lightning_cp.models.swap import config_value, hf_models
 from lightning_cp.runtime.runtime import ContextParallelRuntime
+from lightning_cp.utils.autograd_notes import in_backward
 from lightning_cp.utils.patching import PatchSet, add_hook
 
 _LIMB = 2**40
@@ -122,11 +123,6 @@ def is_compiled(model: nn.Module) -> bool:
         or getattr(part, "_compiler_ctx", None) is not None
         for part in model.modules()
     )
-
-
-def in_backward() -> bool:
-    """True if this thread runs autograd's backward, in which calls are recomputations."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _attention_modules(root: nn.Module) -> list[nn.Module]:

@@ -36,6 +36,11 @@ def origin_of(node: Any) -> Origin | Count | None:
     return node.metadata.get(NOTE)
 
 
+def in_backward() -> bool:
+    """True if this thread runs autograd's backward, in which calls of modules are recomputations."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def graph_nodes(starts: Iterable[Any], sources: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
     """Yield each node of a graph once, from its end.
 

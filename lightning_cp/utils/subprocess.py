@@ -111,7 +111,7 @@ def describe_status(status: int) -> str:
         return f"signal {-status}"
 
 
-class _Stopped(BaseException):
+class _Stop(BaseException):
     """A signal that asks this process to end."""
 
     def __init__(self, number: int) -> None:
@@ -133,7 +133,7 @@ def _signals_raise() -> Iterator[None]:
     stopped = None
     try:
         yield
-    except _Stopped as stop:
+    except _Stop as stop:
         stopped = stop.number
     finally:
         for number, handler in before.items():
@@ -144,7 +144,7 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    raise _Stopped(number)
+    raise _Stop(number)
 
 
 @contextmanager

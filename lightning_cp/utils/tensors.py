@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 to_list: Callable[[torch.Tensor], list[Any]] = torch.Tensor.tolist
 """Return the values as nested lists; waits for the device."""
+
+
+def optimizer_parameters(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters of all groups, in the order in which a state dict numbers them."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 def to_device(x: torch.Tensor, device: torch.device | None) -> torch.Tensor:

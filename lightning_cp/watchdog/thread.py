@@ -1,6 +1,6 @@
 """The watcher: a thread of every rank that reports to the others and receives their verdict.
 
-Rank 0's collects reports and judges (:class:`HubWatcher`). The others are connected to it and judge rank 0.
+Rank 0's collects reports and judges (:class:`Hub`). The others are connected to it and judge rank 0.
 They use separate connections: ranks may be blocked in the data's process groups, waiting for one that is
 gone.
 

@@ -12,6 +12,7 @@ import pytest
 
 import lightning_cp
 from lightning_cp._moved import MOVED
+from lightning_cp.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lightning_cp"
@@ -42,9 +43,8 @@ PRIVATE_WORDS = {
     ),
 }
 """What says nothing to those who have not written it."""
-OPENINGS = ("What", "Who", "Whether", "Which", "How", "Where")
+OPENINGS = ("What", "Who", "Whether", "Which", "How", "Where", "When")
 """First words of a docstring that should be a noun phrase or an imperative."""
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def documented() -> list[str]:
@@ -96,18 +96,31 @@ def test_files_of_a_moved_package_are_not_run_twice() -> None:
     assert old is import_module("lightning_cp.apps.train.resume")
 
 
+def test_an_old_name_of_an_attribute_warns() -> None:
+    callback = lightning_cp.ContextParallelCallback()
+    with (
+        pytest.warns(DeprecationWarning, match=r"Use ContextParallelCallback\.runtime"),
+        pytest.raises(ConfigError),
+    ):
+        _ = callback.core
+
+
 def test_a_class_name_stands_for_one_class() -> None:
     homes: dict[str, list[str]] = defaultdict(list)
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and node.name not in TWINS:
                 homes[node.name].append(str(path.relative_to(ROOT)))
+    assert {name for name in homes if re.search(r"[a-z]ed$", name)} == {"Pretrained"}, (
+        "a participle"
+    )
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
 
 
 def test_names_of_modules_say_what_is_inside() -> None:
     parts = {part for path in SOURCES for part in path.relative_to(PACKAGE).with_suffix("").parts}
     assert parts & PRIVATE_WORDS == set()
+    assert {part for part in parts if re.match(r"[a-z]\w*[a-z]ed$", part)} == set(), "a participle"
 
 
 def test_a_file_is_one_concept() -> None:
@@ -116,9 +129,13 @@ def test_a_file_is_one_concept() -> None:
 
 
 def openings_of(path: Path) -> list[str]:
-    """The first lines of a file's docstrings that open with a question word."""
-    nodes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, DOCUMENTED))
-    lines = ((ast.get_docstring(node) or "").partition("\n")[0] for node in nodes)
+    """The first lines of a file's docstrings, also of attributes, that open with a question word."""
+    texts = (
+        node.value.value
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    )
+    lines = (text.partition("\n")[0] for text in texts if isinstance(text, str))
     return [line for line in lines if re.split(r"\W", line, maxsplit=1)[0] in OPENINGS]
 
 

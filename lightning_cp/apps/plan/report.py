@@ -16,7 +16,7 @@ from lightning_cp.layout.axes import Axis
 from lightning_cp.planner.job import Job, PlanCase, TrainingMethod
 from lightning_cp.planner.machines import GIB, TERA
 from lightning_cp.planner.memory import Memory
-from lightning_cp.planner.search import MethodPlan, Rejected, SearchResult, model_flops
+from lightning_cp.planner.search import MethodPlan, Rejection, SearchResult, model_flops
 from lightning_cp.planner.time_model import CommVolume, comm_volumes
 from lightning_cp.utils.colors import color_of
 from lightning_cp.utils.console import markdown_table
@@ -264,7 +264,7 @@ def costs(plans: Sequence[MethodPlan]) -> str:
         sent = [list(comm_volumes(plan.case, dict(plan.attention))) for plan in plans]
         for link in ("within a node", "between nodes"):
             add(f"10^9 bytes sent {link}", [_sent(each, link) / 1e9 for each in sent])
-        add("TFLOP, recomputation aside", [_flops(plan) / 1e12 for plan in plans])
+        add("TFLOP, without recomputation", [_flops(plan) / 1e12 for plan in plans])
         add(
             "attention, busiest ring rank / mean, least even layers",
             [_imbalance(plan) for plan in plans],
@@ -367,7 +367,7 @@ def remarks(case: PlanCase) -> Iterator[str]:
     )
 
 
-def closest(rejected: Sequence[Rejected]) -> Iterator[str]:
+def closest(rejected: Sequence[Rejection]) -> Iterator[str]:
     """Yield remarks on the mesh closest to fitting: the point at which loading would fail, and notes."""
     priced = [one for one in rejected if one.case is not None]
     if not priced:
@@ -387,7 +387,7 @@ def closest(rejected: Sequence[Rejected]) -> Iterator[str]:
     yield from remarks(case)
 
 
-def _rejected(rejected: Sequence[Rejected], show: int) -> str:
+def _rejected(rejected: Sequence[Rejection], show: int) -> str:
     rows = [[str(one.mesh) or "1 device", one.engine, one.why] for one in rejected[:show]]
     more = len(rejected) - len(rows)
     rest = f"\n\nand {more} more." if more > 0 else ""

@@ -145,7 +145,7 @@ def machine_of(given: object, reserve_gib: object = None, precision: object = No
     else:
         raise ConfigError(
             f"hardware must be one of {', '.join(MACHINES)}, or a hardware.json that python -m "
-            f"lightning_cp.bench wrote, got {name!r}, which is no file. "
+            f"lightning_cp.bench wrote, got {name!r}, which is not a file. "
             "Choose one of these, or run that command on your machine."
         )
     if reserve_gib is None:

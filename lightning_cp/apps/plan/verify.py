@@ -29,7 +29,7 @@ from lightning_cp.comm.groups import FAKE
 from lightning_cp.config import StrategyConfig
 from lightning_cp.engines.base import engine as engine_of
 from lightning_cp.engines.checks import DTYPES
-from lightning_cp.engines.ddp_options import CommHook
+from lightning_cp.engines.ddp_comm_hook import CommHook
 from lightning_cp.engines.fsdp_internals import groups_of
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout.axes import FLATTENED, Axis, Flat
@@ -414,7 +414,7 @@ def verify_steps(config: Mapping[str, Any]) -> bool:
     table, good = memory.verify()
     print(f"\nPeaks of real steps on CPU ranks, in bytes of tensors:\n\n{table}")
     if config["hardware"] in MACHINES:
-        print("\nCPU-seconds were not compared: hardware= is no file measured here.")
+        print("\nCPU-seconds were not compared: hardware= is not a file measured here.")
         return good
     cells = cost.measured_cost(Hardware.load(config["hardware"]))
     print(f"\n{cost.table_of(cells)}\n\n{cost.summary_of(cells)}")

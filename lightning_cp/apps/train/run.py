@@ -153,7 +153,7 @@ def _keep_single(config: DictConfig) -> None:
     for name in ("devices", "num_nodes"):
         asked = config.trainer.get(name, 1)
         if config.strategy == "auto" and isinstance(asked, int) and asked > 1:
-            _say(f"strategy=single is one process: trainer.{name}={asked} is left aside")
+            _say(f"strategy=single is one process: trainer.{name}={asked} is ignored")
             config.trainer[name] = 1
 
 

@@ -130,7 +130,7 @@ def open_regular(file: Path) -> BinaryIO:
         OSError: it does not exist, or may not be read.
     """
     if not stat.S_ISREG(os.stat(file).st_mode):  # noqa: PTH116 - follows links, as opening does
-        _raise_file_error(file, "it is no regular file")
+        _raise_file_error(file, "it is not a regular file")
     return file.open("rb", buffering=0)
 
 

@@ -87,7 +87,7 @@ def run_initializers(
 def _left_by(way: Initialize, module: nn.Module, names: Sequence[str], path: str) -> list[str]:
     marked = [name for name in names if not has_nan(_own_part(module, name))]
     devices = {_own_part(module, name).device for name in names}
-    with torch.no_grad(), _random_state_kept(devices, keep=bool(marked)):
+    with torch.no_grad(), _restore_random_state(devices, keep=bool(marked)):
         _call(way, module, names, mark=0)
         first = {name: _copied(module, name, path) for name in marked}
     with torch.no_grad():
@@ -113,7 +113,7 @@ def _copied(module: nn.Module, name: str, path: str) -> torch.Tensor:
 
 
 @contextmanager
-def _random_state_kept(devices: Collection[torch.device], *, keep: bool) -> Iterator[None]:
+def _restore_random_state(devices: Collection[torch.device], *, keep: bool) -> Iterator[None]:
     cuda = [device for device in devices if device.type == "cuda"]
     with torch.random.fork_rng(devices=cuda) if keep else nullcontext():
         yield

@@ -297,7 +297,7 @@ _LoadRequest = tuple[PretrainedOptions, nn.Module, torch.device, torch.device]
 
 
 @dataclass(frozen=True)
-class Loaded:
+class PretrainedLoad:
     """The result of a load on this rank."""
 
     nbytes: int
@@ -316,7 +316,7 @@ def load_pretrained(
     *,
     device: torch.device | str | None = None,
     **options: Any,
-) -> Loaded:
+) -> PretrainedLoad:
     """Load a Hugging Face checkpoint; each rank reads what it holds, straight into its memory.
 
     All ranks of the world call it, with the model sharded already (FSDP2, tensor parallelism, both) or not.
@@ -369,7 +369,7 @@ def load_pretrained(
     warn_not_loaded(plan, chosen)
     seconds = time.monotonic() - started
     missing = (*plan.missing, *plan.outside)
-    return Loaded(nbytes, seconds, peak_bytes(), missing, plan.unexpected)
+    return PretrainedLoad(nbytes, seconds, peak_bytes(), missing, plan.unexpected)
 
 
 def _read_request(

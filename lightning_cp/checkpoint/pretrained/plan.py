@@ -306,8 +306,8 @@ def check_same_plan(plan: LoadPlan, options: PretrainedOptions) -> None:
 def warn_different_paths(path: str | os.PathLike[str]) -> None:
     """Log on the first rank that another one loads from another path. Collective.
 
-    Machines may have copies of their own, so that is no error; but a checkpoint of another training has the
-    same names and shapes, and values are not compared.
+    Machines may have copies of their own, so that is not an error; but a checkpoint of another training has
+    the same names and shapes, and values are not compared.
     """
     world = World()
     every = world.gather(str(local_path(path)))

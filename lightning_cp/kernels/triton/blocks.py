@@ -2,13 +2,12 @@
 
 Without a GPU, entries are chosen from the compiler's reports: no registers spilled, products by the tensor
 cores of the GPU's kind (wgmma on Hopper, tcgen05 on Blackwell), shared memory that fits. A GPU chooses by
-time: :func:`fastest` picks, :func:`save` writes.
+time: ``make gpu-check`` writes them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -102,41 +101,3 @@ def load(file: Path) -> Blocks:
         for dtype, by_dim in by_dtype.items()
         for head_dim, by_kernel in by_dim.items()
     }
-
-
-def save(table: Blocks, file: Path) -> None:
-    """Write a table, one kernel per line."""
-    nested: dict[str, dict[str, dict[str, dict[str, list[int]]]]] = {}
-    for key, configs in sorted(table.items()):
-        by_dim = nested.setdefault(str(key.target), {}).setdefault(key.dtype, {})
-        by_dim[str(key.head_dim)] = {
-            name: list(x) if x.launches > 1 else list(x[:-1])
-            for name, x in configs._asdict().items()
-        }
-    text = json.dumps(nested, indent=1)
-    for name in BlockConfigs._fields:  # numbers of one kernel on one line
-        head, *rest = text.split(f'"{name}": [')
-        text = head + "".join(
-            f'"{name}": [' + ", ".join(sizes.split()).replace(",,", ",") + "]" + after
-            for sizes, after in (part.split("]", 1) for part in rest)
-        )
-    file.write_text(text + "\n")
-    load.cache_clear()
-
-
-def fastest(
-    configs: Iterable[BlockConfig], seconds: Callable[[BlockConfig], float | None]
-) -> BlockConfig:
-    """Return the block sizes with the least time.
-
-    Args:
-        configs: candidates; the first wins a tie.
-        seconds: measures one; ``None`` if it cannot run here (too much shared memory).
-
-    Raises:
-        ValueError: none of them runs.
-    """
-    timed = [(time, config) for config in configs if (time := seconds(config)) is not None]
-    if not timed:
-        raise ValueError("no candidate runs on this device")
-    return min(timed, key=lambda pair: pair[0])[1]

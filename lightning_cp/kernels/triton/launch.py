@@ -25,7 +25,7 @@ from typing_extensions import override
 from lightning_cp.kernels.devices import IdentityKey, pre_ampere_obstacle, to_device
 from lightning_cp.kernels.merge import Accumulator, GradientSum, GradientSums
 from lightning_cp.kernels.per_tile import with_unit_strides
-from lightning_cp.kernels.protocol import QKV, Capabilities, Merged, Request, Scores
+from lightning_cp.kernels.protocol import QKV, Capabilities, Output, Request, Scores
 from lightning_cp.kernels.triton.blocks import BlockConfig, BlockConfigs, block_configs
 from lightning_cp.layout.mask import UNBOUNDED, Mask
 from lightning_cp.layout.tiles import ALL_ROWS, Tile
@@ -369,7 +369,7 @@ class TritonFA2:
 
     def backward(
         self,
-        merged: Merged,
+        merged: Output,
         inputs: QKV,
         tiles: Sequence[Tile],
         scores: Scores,
@@ -383,7 +383,7 @@ class TritonFA2:
         if by_query is None or by_key is None:
             return
         dout, out, *qkv = with_unit_strides(merged.dout, merged.out, *inputs)
-        merged, inputs = Merged(dout, out, merged.lse), QKV(*qkv)
+        merged, inputs = Output(dout, out, merged.lse), QKV(*qkv)
         delta_BHL = torch.empty_like(merged.lse)
         with on_device(device):
             _backward_queries(
@@ -400,7 +400,7 @@ class TritonFA2:
 
 
 def _backward_queries(
-    merged: Merged,
+    merged: Output,
     inputs: QKV,
     delta_BHL: torch.Tensor,
     tiled: Table,
@@ -429,7 +429,7 @@ def _backward_queries(
 
 
 def _backward_keys(
-    merged: Merged,
+    merged: Output,
     inputs: QKV,
     delta_BHL: torch.Tensor,
     tiled: Table,

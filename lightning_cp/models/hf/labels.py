@@ -55,8 +55,8 @@ def complete_labels(model: Any, call: dict[str, Any], state: StepState) -> None:
     name, kind = type(model).__name__, label_alignment(model)
     if not takes_extra(model):
         raise ConfigError(
-            f"{name}.forward takes no extra arguments, so its loss cannot be told which targets its tokens "
-            "have. Call it without labels, and compute the loss in the step from batch['shift_labels']."
+            f"{name}.forward takes no extra arguments, so its loss cannot receive the targets of its tokens. "
+            "Call it without labels, and compute the loss in the step from batch['shift_labels']."
         )
     _check_alignment(name, kind, call, state)
     targets = _shifted(call, state) if kind == "shift" else call["labels"]
@@ -292,6 +292,6 @@ def _check_returned_loss(
         unlike.any(),
         f"{name} returns another loss than the mean over targets that its loss function made: it adds "
         "something of its own, such as the loss of further heads, or of routers in another way than "
-        "Mixtral's, which a rank would compute from its own tokens, and which is no mean over targets. "
+        "Mixtral's, which a rank would compute from its own tokens, and which is not a mean over targets. "
         f"For routers, output_router_logits=False or router_aux_loss_coef=0 works. Otherwise: {INSTEAD}",
     )

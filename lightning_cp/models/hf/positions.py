@@ -317,8 +317,8 @@ def patch_length_dependent_rope(model: Any, configs: Iterable[Any], handle: Swap
     if kinds and not found:
         raise ConfigError(
             f"{type(model).__name__} has rope_type={sorted(kinds)[0]!r}, whose frequencies depend on the "
-            "largest position that a rank holds, and no module of it has such a rope_type, so it cannot be "
-            "told that of the whole batch. What works: default, linear, yarn and llama3."
+            "largest position that a rank holds, and no module of it has such a rope_type, so it cannot "
+            "receive that of the whole batch. What works: default, linear, yarn and llama3."
         )
     for part in found:
         _patch_rope(part, handle)
@@ -345,7 +345,7 @@ def _patch_rope(part: nn.Module, handle: SwapHandle) -> None:
     if "position_ids" not in signature.parameters:
         raise ConfigError(
             f"{type(part).__name__} looks at the longest position (rope_type={_kinds(part.rope_type)[0]!r}) "
-            f"and takes no position_ids, but {list(signature.parameters)}, so it cannot be told that of the "
+            f"and takes no position_ids, but {list(signature.parameters)}, so it cannot receive that of the "
             "whole batch. Use a version of transformers that this package was tested with."
         )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cp.checkpoint import atomic as durable
-from lightning_cp.checkpoint import full, sharded
+from lightning_cp.checkpoint import full, shards
 from lightning_cp.checkpoint import full as full_file
 
 NAME = "last.ckpt"
@@ -34,25 +34,25 @@ def _dying(module: Any, name: str, when: Callable[..., bool] = lambda *args: Tru
 def in_data() -> None:
     """Half of the data is written."""
     _dying(full_file.HashingFile, "write", lambda file, data: file.count > 2**20)
-    own = sharded.write_shard
+    own = shards.write_shard
 
     def half(path: Path, *args: Any) -> Any:
         own(path, *args)
         os.truncate(path, path.stat().st_size // 2)
         die()
 
-    sharded.write_shard = half
+    shards.write_shard = half
 
 
 def before_manifest() -> None:
     """All data is written, and nothing says so."""
-    _dying(sharded, "write_durably", lambda path, data: path.name == "manifest.json")
+    _dying(shards, "write_durably", lambda path, data: path.name == "manifest.json")
     _dying(full_file.struct, "pack")
 
 
 def before_rename() -> None:
     """Everything is written, under another name."""
-    _dying(sharded, "put_in_place")
+    _dying(shards, "put_in_place")
     _dying(full, "put_in_place")
 
 

@@ -32,7 +32,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from lightning_cp.kernels.merge import Accumulator, GradientSums
-from lightning_cp.kernels.protocol import QKV, Merged, Scores
+from lightning_cp.kernels.protocol import QKV, Output, Scores
 from lightning_cp.kernels.triton.blocks import BlockConfig, BlockConfigs, configs_for
 from lightning_cp.kernels.triton.launch import TritonFA2
 from lightning_cp.kernels.triton.merge import launch_merge
@@ -140,7 +140,7 @@ def main(
     if not alone:
         sums = GradientSums.of(*(torch.zeros_like(x, dtype=torch.float32) for x in inputs))
     kernel.forward(inputs, tiles, scores, state)
-    kernel.backward(Merged(out, out, lse), inputs, tiles, scores, sums)
+    kernel.backward(Output(out, out, lse), inputs, tiles, scores, sums)
     launch_merge(out.float(), lse, out, lse)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from lightning_cp.kernels.merge import Accumulator, GradientSums
-from lightning_cp.kernels.protocol import QKV, Kernel, Merged, Scores, accumulate_dtype
+from lightning_cp.kernels.protocol import QKV, Kernel, Output, Scores, accumulate_dtype
 from lightning_cp.layout.documents import Documents
 from lightning_cp.layout.mask import Mask
 from lightning_cp.layout.sequence import SequenceLayout
@@ -166,7 +166,7 @@ class Rank:
     ) -> torch.Tensor:
         """``dq``; adds to the ``dk, dv`` of every rank."""
         queries, douts = self.layout.shard(q, self.rank), self.layout.shard(dout, self.rank)
-        dq, merged = _zeros(queries), Merged(douts, out, lse)
+        dq, merged = _zeros(queries), Output(douts, out, lse)
         for hop in self.hops:
             keys, values = self._received(hop, k), self._received(hop, v)
             dkeys, dvalues = _zeros(keys), _zeros(values)
@@ -198,7 +198,7 @@ def run(
     inputs, gradients = QKV(q, k, v), GradientSums.of(*(_zeros(x) for x in (q, k, v)))
     kernel.forward(inputs, tiles, scores, state)
     out, lse = state.result(q.dtype)
-    kernel.backward(Merged(dout, out, lse), inputs, tiles, scores, gradients)
+    kernel.backward(Output(dout, out, lse), inputs, tiles, scores, gradients)
     return Answer(out, lse, *gradients.totals)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_cp.kernels.merge import Accumulator, GradientSums
-from lightning_cp.kernels.protocol import QKV, Kernel, Merged, Scores
+from lightning_cp.kernels.protocol import QKV, Kernel, Output, Scores
 from lightning_cp.kernels.triton.launch import (
     BlockConfig,
     BlockConfigs,
@@ -79,9 +79,9 @@ class OnDevice:
         state.add(ALL_ROWS, 0, out.cpu(), lse.cpu())
 
     def backward(
-        self, merged: Merged, inputs: QKV, tiles: Any, scores: Scores, gradients: GradientSums
+        self, merged: Output, inputs: QKV, tiles: Any, scores: Scores, gradients: GradientSums
     ) -> None:
-        known = Merged(*(x.to(self.device) for x in merged))
+        known = Output(*(x.to(self.device) for x in merged))
         there = QKV(*(x.to(self.device) for x in inputs))
         sums = GradientSums.of(*(x.to(self.device) for x in gradients.totals))
         self.kernel.backward(known, there, tiles, self._moved(scores), sums)

@@ -29,7 +29,7 @@ from benchmarks.peers.flash_standin import (
     unused_results,
 )
 from lightning_cp.kernels import flash_attn
-from lightning_cp.kernels.protocol import QKV, Merged
+from lightning_cp.kernels.protocol import QKV, Output
 from tests.helpers.kernels.emulated import (
     FlashMaskArguments,
     Sizes,
@@ -118,7 +118,7 @@ def _forward_2(inputs: QKV, call: Call) -> tuple[Tensor, Tensor]:
     return attend_all(*inputs, sizes, mask, call.scale, call.softcap)
 
 
-def _backward_2(merged: Merged, inputs: QKV, into: QKV, call: Call) -> None:
+def _backward_2(merged: Output, inputs: QKV, into: QKV, call: Call) -> None:
     targets = _check_backward(into, inputs)
     deterministic_flags.append(call.deterministic)
     mask = FlashMaskArguments(call.causal, *call.window)
@@ -160,7 +160,7 @@ def _version_2_6() -> dict[str, ModuleType]:
         softcap, alibi_slopes, deterministic, rng_state=None,
     ):
         rest = softmax_scale, softcap, dropout_p, alibi_slopes, None, deterministic
-        call, merged = Call(causal, window_size, *rest), Merged(dout, out, softmax_lse)
+        call, merged = Call(causal, window_size, *rest), Output(dout, out, softmax_lse)
         _backward_2(merged, QKV(q, k, v), QKV(dq, dk, dv), call)
         return dq, dk, dv, torch.empty(0)
 
@@ -171,7 +171,7 @@ def _version_2_6() -> dict[str, ModuleType]:
     ):
         packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         rest = softmax_scale, softcap, dropout_p, alibi_slopes, packed, deterministic
-        call, merged = Call(causal, window_size, *rest), Merged(dout, out, softmax_lse)
+        call, merged = Call(causal, window_size, *rest), Output(dout, out, softmax_lse)
         _backward_2(merged, QKV(q, k, v), QKV(dq, dk, dv), call)
         return dq, dk, dv, torch.empty(0)
 

@@ -275,5 +275,5 @@ def test_a_single_process_in_a_sweep_over_devices(tmp_path: Path) -> None:
     _, printed = trained(tmp_path, "strategy=single", *asked)
     for setting in asked:
         name = setting.removeprefix("+")
-        assert f"strategy=single is one process: {name} is left aside" in printed
+        assert f"strategy=single is one process: {name} is ignored" in printed
     assert re.search(r"processes +1,", printed)

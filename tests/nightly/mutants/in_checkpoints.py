@@ -153,7 +153,7 @@ CHECKPOINT_MUTANTS = (
     ),
     Mutant(
         "a folder that one rank alone sees",
-        "lightning_cp/checkpoint/sharded.py",
+        "lightning_cp/checkpoint/shards.py",
         "    while not folder.is_dir():",
         "    while False:",
         ("tests/ranks/checkpoint/test_same_states.py",),

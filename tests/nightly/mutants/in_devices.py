@@ -20,7 +20,7 @@ RUNS = "tests/ranks/pretended/test_training.py::test_losses_and_weights_are_thos
 
 ACTIVATIONS = "lightning_cp/memory/activations.py"
 OFFLOAD = "tests/unit/memory/test_offload.py::test_"
-PINNED = "lightning_cp/checkpoint/pinned.py"
+PINNED = "lightning_cp/checkpoint/pinned_buffer.py"
 SAVES = "tests/unit/checkpoint/test_pinned.py::test_"
 
 DEVICE_MUTANTS = (

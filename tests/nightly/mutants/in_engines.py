@@ -130,8 +130,8 @@ ENGINE_MUTANTS = (
     Mutant(
         "zeros in place of no gradient",
         f"{ENGINES}/fsdp_gradients.py",
-        "if not count and id(parameter) in self._filled:",
-        "if not count and not self._filled:",
+        "if not exists and id(parameter) in self._filled:",
+        "if not exists and not self._filled:",
         (ODD,),
         "AdamW decays parameters that one process leaves alone.",
     ),
@@ -166,7 +166,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "float16 gradients are added as they are",
-        f"{ENGINES}/ddp_options.py",
+        f"{ENGINES}/ddp_comm_hook.py",
         "divisor = prescale(bucket.buffer(), group.size())",
         "divisor = group.size()",
         ("tests/ranks/engines/test_float16.py::test_large_gradients_do_not_overflow[2-ddp]",),
@@ -174,7 +174,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "a bucket is added and not divided",
-        f"{ENGINES}/ddp_options.py",
+        f"{ENGINES}/ddp_comm_hook.py",
         "done.value()[0].div_(divisor)",
         "done.value()[0]",
         (TESTS + "test_options_change_nothing[per_parameter]",),

@@ -88,9 +88,9 @@ EXCHANGE_MUTANTS = (
     Mutant(
         "heads overwritten while they are sent",
         ALL_TO_ALL,
-        "    return Pending(received, send, work, lambda whole: _section_views(whole, sections, rank))",
+        "    return AllToAll(received, send, work, lambda whole: _section_views(whole, sections, rank))",
         "    send.zero_()\n"
-        "    return Pending(received, send, work, lambda whole: _section_views(whole, sections, rank))",
+        "    return AllToAll(received, send, work, lambda whole: _section_views(whole, sections, rank))",
         (late("ulysses 2"),),
         "A buffer that is used again before its all-to-all has ended.",
     ),
@@ -105,8 +105,8 @@ EXCHANGE_MUTANTS = (
     Mutant(
         "send buffer of an all-to-all given up",
         ALL_TO_ALL,
-        "return Pending(received, send, work, lambda whole: _section_views(whole, sections, rank))",
-        "return Pending(received, None, work, lambda whole: _section_views(whole, sections, rank))",
+        "return AllToAll(received, send, work, lambda whole: _section_views(whole, sections, rank))",
+        "return AllToAll(received, None, work, lambda whole: _section_views(whole, sections, rank))",
         (
             "tests/ranks/comm/test_transfers.py::test_the_buffer_of_an_all_to_all_lives_until_it_was_waited_for",
         ),

@@ -106,8 +106,8 @@ MUON_MUTANTS = (
     Mutant(
         "largest scores are those of this rank alone",
         f"{OPTIM}/qk_layers.py",
-        "            dist.all_reduce(packed, op=dist.ReduceOp.MAX)",
-        "            dist.all_reduce(packed.clone(), op=dist.ReduceOp.MAX)",
+        "            packed = all_max(packed, world)",
+        "            all_max(packed, world)",
         (f"{MAXIMA}[hybrid-one document]",),
         "Ranks scale their rows differently, and a maximum that others have seen is missed.",
     ),

@@ -21,7 +21,7 @@ from lightning_cp.bench.methods import (
 )
 from lightning_cp.bench.modes import plan_of, separate_runs
 from lightning_cp.kernels.merge import Accumulator, GradientSums
-from lightning_cp.kernels.protocol import QKV, Capabilities, Kernel, Merged, Scores
+from lightning_cp.kernels.protocol import QKV, Capabilities, Kernel, Output, Scores
 from lightning_cp.layout import Tile
 from lightning_cp.mesh import ContextParallelMesh
 from tests.helpers.attention.wire import Message, Wire
@@ -54,7 +54,7 @@ class Counted:
 
     def backward(
         self,
-        merged: Merged,
+        merged: Output,
         inputs: QKV,
         tiles: Sequence[Tile],
         scores: Scores,

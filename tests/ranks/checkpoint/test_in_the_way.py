@@ -37,7 +37,7 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(
     folder = folder_with("results", tmp_path, MANIFESTS[manifest])
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(
-        CheckpointError, match=r"results is a folder .* no checkpoint of lightning_cp"
+        CheckpointError, match=r"results is a folder .* not a checkpoint of lightning_cp"
     ):
         save_checkpoint(state_of(1), folder, form=form)
     assert sorted(tmp_path.rglob("*")) == before

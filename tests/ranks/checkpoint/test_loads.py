@@ -235,9 +235,9 @@ def what_is_no_state(rank: int, world_size: int, folder: Path) -> None:
     before = snapshot(loop.model, [plain])
     state = {"model": loop.model, "optimizer": loop.optimizer}
     for into, changed, match in (
-        (state, {"optimizer": {"lr": 1.0}}, "is no optimizer's state"),
-        (state, {"optimizer": 3}, "is no optimizer's state"),
-        ({"model": loop.model}, {"model": 3}, "is no model's state, but int"),
+        (state, {"optimizer": {"lr": 1.0}}, "is not an optimizer's state"),
+        (state, {"optimizer": 3}, "is not an optimizer's state"),
+        ({"model": loop.model}, {"model": 3}, "is not a model's state, but int"),
     ):
         loop.fabric.save(folder / "foreign.ckpt", {**state, **changed})
         with pytest.raises(CheckpointError, match=match):

@@ -22,7 +22,7 @@ from lightning_cp.checkpoint.manager import CheckpointManager
 from lightning_cp.checkpoint.manifest import SaveInfo
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import BackgroundSave, plan_save, save_checkpoint
-from lightning_cp.checkpoint.sharded import Block, ShardedSave
+from lightning_cp.checkpoint.shards import Block, ShardedSave
 from lightning_cp.comm.consensus import World
 from lightning_cp.errors import CheckpointError
 from lightning_cp.resume.record import _distinct

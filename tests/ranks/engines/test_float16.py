@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cp.comm.reduce import prescale
-from lightning_cp.engines.ddp_options import CommHook
+from lightning_cp.engines.ddp_comm_hook import CommHook
 from lightning_cp.engines.gradients import average_present
 from tests.helpers.pool import run_ranks
 

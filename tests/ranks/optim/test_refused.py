@@ -34,7 +34,7 @@ SETTINGS = [
     ({"adamw_lr": -1.0}, "adamw_lr is a number at least 0, or None"),
     ({"chunk_mib": 0}, "chunk_mib is a number above 0"),
     ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients are 3 numbers"),
-    ({"ns_dtype": "int8"}, "ns_dtype='int8' is no dtype to compute in"),
+    ({"ns_dtype": "int8"}, "ns_dtype='int8' is not a dtype to compute in"),
     ({"ns_dtype": "float8_e4m3fn"}, "ns_dtype"),
     ({"ns_dtype": None}, "ns_dtype"),
     ({"adjust_lr_fn": "muon"}, "Known: match_rms_adamw, original"),

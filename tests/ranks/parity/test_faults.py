@@ -34,7 +34,7 @@ FAULTS = [
     ("ShiftedHere", "local labels", "with a loss that takes no labels gradients do too"),
     (
         "FirstHeldBack",
-        "a loss that is no mean over targets",
+        "a loss that is not a mean over targets",
         r"as many targets as the labels have, and it has another term[^\n]*\n[^\n]*self\.unshard\(x\)",
     ),
     ("Preferred", "a function of sums over sequences", r"for each rank or row.*self\.unshard\(x\)"),

@@ -142,7 +142,7 @@ def test_noise_that_is_not_seen_cannot_be_compared() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize(("ranks", "mode"), [(2, RING), (4, HYBRID)], ids=["ring", "hybrid"])
 def test_a_loss_that_is_no_mean_over_targets(ranks: int, mode: dict[str, Any]) -> None:
-    match = "Likely cause: a loss that is no mean over targets"
+    match = "Likely cause: a loss that is not a mean over targets"
     settings = {**mode, **CHECKED}
     expect_on_every_rank(ranks, fit, "Balanced", settings, error=ParityError, match=match)
 

@@ -86,7 +86,7 @@ INDEX = (
     r"sequence_pick: ranks .* disagree on the index of row \d .*-1 is the last token that is not"
 )
 BRANCH = r"ranks are not at the same call \(rank 0: sequence_sum; rank 1: .*\)"
-NO_MEAN = r"cause: a loss that is no mean over targets\..*self\.sequence_sum\(values, mask\)"
+NO_MEAN = r"cause: a loss that is not a mean over targets\..*self\.sequence_sum\(values, mask\)"
 
 NAMED: dict[tuple[str, str], str] = {
     ("sum forgotten", NONE): OWN,

@@ -130,7 +130,7 @@ CAUSES = {
     "kl of other targets": MEAN,
     "kl over all": MEAN,
     "mse over all": MEAN,
-    "beside cross-entropy": r"a loss that is no mean over targets\..*mean over other tokens",
+    "beside cross-entropy": r"a loss that is not a mean over targets\..*mean over other tokens",
 }
 
 

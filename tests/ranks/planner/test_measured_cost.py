@@ -16,10 +16,10 @@ from benchmarks.plan_validation.cost import (
     table_of,
     terms_of,
 )
+from benchmarks.plan_validation.cpu_seconds import CpuSeconds
 from lightning_cp.bench.model_step import ModelSizes
 from lightning_cp.errors import ConfigError
 from lightning_cp.planner.machines import machine_of_hardware
-from lightning_cp.planner.time_model import CpuSeconds
 from tests.helpers.planner.measured import MEASURED
 from tests.helpers.pool import call_on_ranks
 

@@ -452,7 +452,7 @@ def with_callback(rank: int, world_size: int, by_class: bool) -> torch.Tensor:
     else:
 
         def unpack(batch: Any, *, needs_labels: bool) -> Any:
-            return callback.core.shard(batch.fields, needs_labels=needs_labels)
+            return callback.runtime.shard(batch.fields, needs_labels=needs_labels)
 
         callback.shard_batch = unpack  # type: ignore[method-assign]
     trainer = trainer_of(world_size, RING, callbacks=[callback])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import launch_sweep
+from benchmarks.launch_sweep import fastest, save
 from lightning_cp.bench.methods import AttentionCase
 from lightning_cp.kernels.triton.blocks import (
     TABLE,
@@ -16,9 +17,7 @@ from lightning_cp.kernels.triton.blocks import (
     BlockConfigs,
     Key,
     configs_for,
-    fastest,
     load,
-    save,
     target_of,
 )
 

@@ -20,7 +20,7 @@ from benchmarks.replay import ZigzagCalls
 from lightning_cp.bench.methods import AttentionCase, ContextParallelMethod
 from lightning_cp.kernels.aten import AtenCpuFlash, AtenCudaFlash
 from lightning_cp.kernels.auto import LONG_TILES
-from lightning_cp.kernels.protocol import Merged, Scores
+from lightning_cp.kernels.protocol import Output, Scores
 from lightning_cp.kernels.select import kernels
 from lightning_cp.layout import Mask, SequenceLayout, Tile
 from tests.helpers import oracle
@@ -107,7 +107,7 @@ def test_the_other_package_s_calls_are_attention(ranks: int) -> None:
         def came(step: int, rank: int = rank) -> tuple[torch.Tensor, torch.Tensor]:
             return gradients[(rank - step) % ranks]
 
-        dq, *own = calls.backward(Merged(own_dout, out, lse), own_q, keys, came)
+        dq, *own = calls.backward(Output(own_dout, out, lse), own_q, keys, came)
         outs.append(out)
         dqs.append(dq)
         for total, part in zip(gradients[rank], own, strict=True):
@@ -147,7 +147,7 @@ def test_the_other_package_s_packed_calls_are_attention(ranks: int) -> None:
                 return gradients[(rank - step) % ranks]
 
             out, lse = calls.forward(q[:, at], keys)
-            merged = Merged(dout[:, at], out, lse)
+            merged = Output(dout[:, at], out, lse)
             found["out"][:, at] = out
             dq, *dkv = calls.backward(merged, q[:, at], keys, came)
             found["dq"][:, at] = dq

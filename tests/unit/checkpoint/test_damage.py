@@ -38,7 +38,7 @@ def flip(path: Path, at: int) -> None:
 def test_a_flipped_byte_of_any_file_is_found(name: str, tmp_path: Path) -> None:
     save_checkpoint(state_of(1), tmp_path / "a", form="sharded")
     flip(tmp_path / "a" / name, 40)
-    refused(tmp_path / "a", rf"a/{re.escape(name)} is (damaged|no manifest)")
+    refused(tmp_path / "a", rf"a/{re.escape(name)} is (damaged|not a manifest)")
 
 
 def test_a_flipped_byte_of_the_one_file_is_found(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_manifest_that_is_not_recognised_is_no_file_of_another_program(
     path = tmp_path / "a.ckpt"
     save_checkpoint(state_of(1), path)
     flip(path, path.read_bytes().rindex(full_file.MAGIC) + at)
-    refused(path, "a.ckpt is damaged: it ends in a comment that is no manifest")
+    refused(path, "a.ckpt is damaged: it ends in a comment that is not a manifest")
 
 
 @pytest.mark.parametrize("lacks", [1, 200, 0.02, 0.5, 0.95, 1.0])
@@ -65,7 +65,9 @@ def test_a_truncated_file_is_refused(lacks: float, tmp_path: Path) -> None:
     save_checkpoint({**state_of(1), "more": torch.zeros(50_000)}, path)
     size = path.stat().st_size
     os.truncate(path, size - (lacks if isinstance(lacks, int) else int(lacks * size)))
-    refused(path, "a.ckpt is (no complete checkpoint: it is )?truncated( or damaged: .*manifest)?")
+    refused(
+        path, "a.ckpt is (not a complete checkpoint: it is )?truncated( or damaged: .*manifest)?"
+    )
 
 
 def test_a_truncated_shard_is_refused(tmp_path: Path) -> None:
@@ -96,9 +98,11 @@ def test_a_shard_of_another_step_is_named(tmp_path: Path) -> None:
 def test_a_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
     save_checkpoint(state_of(1), tmp_path / "a", form="sharded")
     (tmp_path / "a" / "manifest.json").unlink()
-    refused(tmp_path / "a", "a has no manifest.json: its save did not end, or it is no checkpoint")
+    refused(
+        tmp_path / "a", "a has no manifest.json: its save did not end, or it is not a checkpoint"
+    )
     (tmp_path / "a" / "manifest.json").write_text('{"format": "something else"}')
-    refused(tmp_path / "a", "a/manifest.json is no manifest of a checkpoint of lightning_cp")
+    refused(tmp_path / "a", "a/manifest.json is not a manifest of a checkpoint of lightning_cp")
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
@@ -113,7 +117,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         )
     refused(tmp_path / "none" / "x.ckpt", "Checkpoint file not found: .*none/x.ckpt.$")
     (tmp_path / "text.ckpt").write_text("hello")
-    refused(tmp_path / "text.ckpt", "text.ckpt is no complete checkpoint")
+    refused(tmp_path / "text.ckpt", "text.ckpt is not a complete checkpoint")
 
 
 def test_another_format_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

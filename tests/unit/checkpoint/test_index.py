@@ -13,7 +13,7 @@ import torch
 
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import save_checkpoint
-from lightning_cp.checkpoint.sharded import _fills
+from lightning_cp.checkpoint.shards import _fills
 from lightning_cp.errors import CheckpointError
 from tests.unit.checkpoint.test_interrupted import change_index
 

@@ -13,7 +13,7 @@ import torch
 
 from lightning_cp.checkpoint import save
 from lightning_cp.checkpoint.full import manifest_of_file
-from lightning_cp.checkpoint.pinned import PinnedBuffer
+from lightning_cp.checkpoint.pinned_buffer import PinnedBuffer
 from tests.helpers.pretended.streams import StreamedDevice, Streams
 
 HALF = 64

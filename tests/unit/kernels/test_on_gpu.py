@@ -14,7 +14,7 @@ import torch
 
 from lightning_cp.kernels.aten import AtenCudaCudnn
 from lightning_cp.kernels.merge import Accumulator, GradientSums
-from lightning_cp.kernels.protocol import QKV, Kernel, Merged, Request, Scores
+from lightning_cp.kernels.protocol import QKV, Kernel, Output, Request, Scores
 from lightning_cp.kernels.select import kernels
 from lightning_cp.kernels.varlen import PackRule, VarlenKernel
 from lightning_cp.layout.mask import Mask
@@ -59,13 +59,13 @@ class OnGpu:
 
     def backward(
         self,
-        merged: Merged,
+        merged: Output,
         inputs: QKV,
         tiles: Sequence[Tile],
         scores: Scores,
         gradients: GradientSums,
     ) -> None:
-        known, there = Merged(*(x.cuda() for x in merged)), QKV(*(x.cuda() for x in inputs))
+        known, there = Output(*(x.cuda() for x in merged)), QKV(*(x.cuda() for x in inputs))
         sums = GradientSums.of(*(x.cuda() for x in gradients.totals))
         self._kernel.backward(known, there, tiles, scores, sums)
         for here, total in zip(gradients.totals, sums.totals, strict=True):

@@ -26,7 +26,7 @@ from lightning_cp.kernels import flash_attn
 from lightning_cp.kernels.devices import FA4_HAS_WINDOWS
 from lightning_cp.kernels.flash_attn import FlashAttn2, FlashAttn3
 from lightning_cp.kernels.merge import Accumulator, GradientSums
-from lightning_cp.kernels.protocol import QKV, Kernel, Merged, Scores
+from lightning_cp.kernels.protocol import QKV, Kernel, Output, Scores
 from lightning_cp.kernels.varlen import PackRule
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.layout.mask import Mask
@@ -119,7 +119,7 @@ def call_all(kernel: Kernel) -> None:
     for tiles in ([Tile(ALL_ROWS, 0, 32, 0, 32, 0, "full")], documents, band):
         scores, state = Scores(0.5, Mask(window=(7, 0))), Accumulator(q, torch.float32)
         kernel.forward(inputs, tiles, scores, state)
-        merged = Merged(q, *state.result(q.dtype))
+        merged = Output(q, *state.result(q.dtype))
         kernel.backward(merged, inputs, tiles, scores, GradientSums.like(inputs, torch.float32))
 
 

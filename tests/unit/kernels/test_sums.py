@@ -10,7 +10,7 @@ import torch
 from lightning_cp.kernels.aten import AtenCpuFlash
 from lightning_cp.kernels.flash_attn import FlashAttn2
 from lightning_cp.kernels.merge import Accumulator, GradientSum, GradientSums
-from lightning_cp.kernels.protocol import QKV, Kernel, Merged, Scores
+from lightning_cp.kernels.protocol import QKV, Kernel, Output, Scores
 from lightning_cp.kernels.reference import ReferenceKernel
 from lightning_cp.layout.mask import Mask
 from lightning_cp.layout.tiles import ALL_ROWS, Tile
@@ -137,7 +137,7 @@ def test_gradients_of_a_whole_tile_are_the_callers_to_change(kernel: Kernel) -> 
     scores, state = Scores(SCALE, Mask()), Accumulator(q, torch.float32)
     with installed("2.8.3"):
         kernel.forward(inputs, tiles, scores, state)
-        merged = Merged(dout, *state.result(q.dtype))
+        merged = Output(dout, *state.result(q.dtype))
         sums = GradientSums.like(inputs, torch.float32)
         kernel.backward(merged, inputs, tiles, scores, sums)
     gradients = [gradient.result for gradient in sums]

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_cp.kernels.aten import AtenCpuFlash
 from lightning_cp.kernels.merge import Accumulator, GradientSums
 from lightning_cp.kernels.per_tile import replace_infinities
-from lightning_cp.kernels.protocol import QKV, Kernel, Merged, Scores
+from lightning_cp.kernels.protocol import QKV, Kernel, Output, Scores
 from lightning_cp.kernels.reference import ReferenceKernel
 from lightning_cp.kernels.select import kernels
 from lightning_cp.layout.mask import Mask
@@ -222,6 +222,6 @@ def test_reference_takes_no_more_than_a_block() -> None:
     kernel = ReferenceKernel(block, block)
     with _LargestNew(q, k, v, dout, dq, dk, dv, out, lse) as largest:
         kernel.forward(QKV(q, k, v), tiles, scores, state)
-        merged, gradients = Merged(dout, out, lse), GradientSums.of(dq, dk, dv)
+        merged, gradients = Output(dout, out, lse), GradientSums.of(dq, dk, dv)
         kernel.backward(merged, QKV(q, k, v), tiles, scores, gradients)
     assert 0 < largest.entries <= BATCH * q.shape[2] * block * block

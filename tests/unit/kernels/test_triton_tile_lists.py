@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cp.kernels.merge import Accumulator, GradientSums
-from lightning_cp.kernels.protocol import QKV, Kernel, Merged, Scores
+from lightning_cp.kernels.protocol import QKV, Kernel, Output, Scores
 from lightning_cp.kernels.reference import ReferenceKernel
 from lightning_cp.kernels.triton.launch import TritonFA2
 from lightning_cp.layout.mask import Mask
@@ -129,7 +129,7 @@ def test_gradients_are_added(device: str) -> None:
     kernel, scores, mask = triton_on(device), Scores(SCALE, Mask()), Mask()
     once = run(kernel, (q, k, v, dout), [SQUARE], mask)
     sums = GradientSums.of(*(torch.full_like(x, 3.0) for x in (q, k, v)))
-    kernel.backward(Merged(dout, once.out, once.lse), QKV(q, k, v), [SQUARE], scores, sums)
+    kernel.backward(Output(dout, once.out, once.lse), QKV(q, k, v), [SQUARE], scores, sums)
     for total, part in zip(sums.totals, (once.dq, once.dk, once.dv), strict=True):
         assert torch.equal(total, part + 3.0)
 

@@ -85,7 +85,7 @@ def test_the_experiment_of_a_million_tokens() -> None:
 @pytest.mark.parametrize(
     ("overrides", "match"),
     [
-        (["hardware=h1000"], r"hardware must be one of h100, .*got 'h1000', which is no file"),
+        (["hardware=h1000"], r"hardware must be one of h100, .*got 'h1000', which is not a file"),
         (["reserve_gib=-1"], "reserve_gib must be a number of at least 0"),
         (["network_cards=0"], "network_cards must be an integer of at least 1, or null, got 0"),
         (["network_cards=1.5"], "network_cards must be an integer of at least 1, or null"),

@@ -37,7 +37,7 @@ def test_steps_in_order() -> None:
         ({"profile": 3, "profile_folder": ""}, r"profile_folder must be a path, or None, got ''"),
         (
             {"profile": 3, "profile_folder": f"{__file__}/x"},
-            r"profile_folder='.*/x' cannot be made: '.*\.py' is no folder\. Name another one",
+            r"profile_folder='.*/x' cannot be made: '.*\.py' is not a folder\. Name another one",
         ),
         (
             {"profile": 3, "exchange": "ring_flash_attn"},

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_cp.comm.all_gather import PendingShards
-from lightning_cp.comm.all_to_all import Pending
+from lightning_cp.comm.all_to_all import AllToAll
 from lightning_cp.comm.ring import PendingMessage, Transfer
 from lightning_cp.comm.waits import wait_for
 from lightning_cp.config import StrategyConfig
@@ -171,7 +171,7 @@ def test_waits_for_messages_are_recorded() -> None:
     for pending in (
         Transfer(None, None, [message]),  # type: ignore[list-item]
         PendingMessage(torch.ones(1), None, message),  # type: ignore[arg-type]
-        Pending(torch.ones(1), None, message, lambda x: (x,)),  # type: ignore[arg-type]
+        AllToAll(torch.ones(1), None, message, lambda x: (x,)),  # type: ignore[arg-type]
         PendingShards(torch.ones(1), torch.ones(1), message),  # type: ignore[arg-type]
     ):
         before, message.found = stub.recorded, None

@@ -194,8 +194,8 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a link outside by folders": (link_by_folders, "link that leads out"),
     "a link to nothing": (link_to_nothing, "link to a file that is not there"),
     "a link to itself": (link_to_itself, "link"),
-    "a pipe": (pipe, "no regular file"),
-    "a folder": (device_file, "no regular file"),
+    "a pipe": (pipe, "not a regular file"),
+    "a folder": (device_file, "not a regular file"),
     "a key in two files": (same_key_in_both, "'a' is in two files"),
     "an index that is no JSON": (text_of("{"), "not valid JSON"),
     "an index with a key twice": (

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.plan_validation.cpu_seconds import CpuSeconds, cpu_seconds
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import Mask, SequenceLayout, schedule
 from lightning_cp.planner.attention import attention_cost, interpolate_rate, mean_tile_rates
 from lightning_cp.planner.job import Job, MeshSizes, PlanCase, TrainingMethod
 from lightning_cp.planner.machines import TileRate, machine_of_hardware
 from lightning_cp.planner.model import model_from_config
-from lightning_cp.planner.time_model import CpuSeconds, cpu_seconds
 from tests.helpers.planner.measured import MEASURED
 
 LLAMA: dict[str, Any] = {

@@ -47,7 +47,7 @@ from lightning_cp.checkpoint.atomic import (
     write_note,
 )
 from lightning_cp.checkpoint.manifest import NAME, FileEntry, Manifest, SaveInfo, sha256_of
-from lightning_cp.checkpoint.pinned import PinnedBuffer
+from lightning_cp.checkpoint.pinned_buffer import PinnedBuffer
 from lightning_cp.checkpoint.pretrained.files import DTYPE_NAMES, TensorSpec, header_bytes
 from lightning_cp.checkpoint.tensors import Chunk, StoredTensor
 from lightning_cp.checkpoint.tree import Place, dtype_named, encode, unique_name
