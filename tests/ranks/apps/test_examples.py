@@ -45,7 +45,7 @@ def test_a_plain_model_has_the_losses_of_one_process(tmp_path: Path) -> None:
     assert "parity: one process and context parallel agree" in first.output
 
 
-@pytest.mark.quick("grpo")
+@pytest.mark.quick("reward")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_loss_prints_the_numbers_of_one_process(name: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": installed_path(tmp_path), "OMP_NUM_THREADS": "1"}
