@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.comm.consensus import gather_objects
 from lightning_cp.errors import ConfigError
-from lightning_cp.loss.terms import DECLARE, LossFactors, LossTerms, derivatives
+from lightning_cp.loss.derivatives import TokenSums, derivatives
+from lightning_cp.loss.terms import DECLARE, LossFactors, LossTerms
 from lightning_cp.utils.autograd_notes import Count
 from lightning_cp.utils.tensors import to_list, vector_norm
 
@@ -42,6 +43,14 @@ GATHERED = (
     "the loss combines values of whole sequences with something that each rank computes of its own tokens "
     "(the norm of its derivative by them is {:g} on rank {} and {:g} on rank {}), which has to come from "
     "sequence_sum, sequence_mean, sequence_pick or unshard, too; so "
+)
+"""Start of a message that ``ASK`` completes."""
+
+COUNTED = (
+    "the step declares a count of targets, but tokens of its loss do not weigh the same on ranks that share "
+    "a sample (the weight of a token in a sum of the loss, times the declared count, is {:g} on rank {} and "
+    "{:g} on rank {}): a sum is divided by another number than the one that count_targets returned, or the "
+    "loss is a function of the mean, such as its root; so "
 )
 """Start of a message that ``ASK`` completes."""
 
@@ -97,6 +106,8 @@ class SharedValues:
     """float64 [2] each: of values that terms of parameters compute with another tensor."""
     gradients: Sequence[torch.Tensor] = ()
     """float64 [2] each: of the loss's derivatives by values of whole sequences, before it is weighted."""
+    counted: Sequence[torch.Tensor] = ()
+    """float64 [2] each: of weights of tokens in the sums of a loss, times this rank's targets."""
     factors: Sequence[float | torch.Tensor] = ()
     """Numbers and one-element tensors that a loss by hand is multiplied or divided by."""
     value: Sequence[torch.Tensor] = ()
@@ -108,14 +119,12 @@ class SharedValues:
     """True if the loss has any of these."""
 
     @property
-    def votes(self) -> tuple[list[str], list[str], list[str]]:
+    def votes(self) -> tuple[list[str], ...]:
         """Texts that are compared in every step; waits for the device."""
         return self.texts(self.digits, self.value_digits)
 
-    def texts(
-        self, digits: int = 17, value_digits: int = 17
-    ) -> tuple[list[str], list[str], list[str]]:
-        """Return the joined values, the gradients and the loss as texts; waits for the device.
+    def texts(self, digits: int = 17, value_digits: int = 17) -> tuple[list[str], ...]:
+        """Return the joined values, the gradients, the loss and weights as texts; waits for the device.
 
         Short texts of two near values may differ by a digit: where a vote finds that, all digits decide.
         """
@@ -126,6 +135,7 @@ class SharedValues:
             format_values(self.joined, 17),
             gradients,
             format_values(self.value, value_digits),
+            format_values(self.counted, digits) if self.counted and float(self.weighted) else [],
         )
 
     def factors_by(self, ratios: Iterable[float]) -> list[str]:
@@ -232,6 +242,7 @@ class TargetCounts:
         means: LossTerms | None,
         factors: LossFactors | None = None,
         whole: torch.Tensor | None = None,
+        sums: TokenSums | None = None,
     ) -> None:
         """Record the values of a loss that must be equal on ranks that share a sample, before its backward.
 
@@ -243,6 +254,7 @@ class TargetCounts:
             means: the terms of the loss; ``None``: none are compared.
             factors: of a loss by hand.
             whole: a loss that must be the same number on all ranks; it stays on the device.
+            sums: of a loss with a declared count.
         """
         values = SharedValues(weighted)
         if factors is not None:
@@ -253,9 +265,20 @@ class TargetCounts:
             values.is_followed |= bool(means.joined or means.gathered)
             values.joined = list(map(norm_and_projection, means.joined))
         if means is not None and means.gathered:
-            gradients = [x for x in derivatives(loss, means) if not isinstance(x, DTensor)]
+            found = derivatives(loss, means.gathered, means.between)
+            every = [x for of_outputs in found for x in of_outputs if x is not None]
+            gradients = [x for x in every if not isinstance(x, DTensor)]
             values.gradients = list(map(norm_and_projection, gradients))
             if any(x.itemsize < 4 for x in gradients):
+                values.digits = 3
+        if sums is not None and sums.nodes:
+            weights = [x for x in sums.weights(loss, weighted) if not isinstance(x, DTensor)]
+            # A number is compared with its sign.
+            values.counted = [
+                x.expand(2) if x.dim() == 0 else norm_and_projection(x) for x in weights
+            ]
+            values.is_followed = True
+            if sums.is_short:
                 values.digits = 3
         if whole is not None:
             values.value = [norm_and_projection(whole)]
@@ -296,7 +319,7 @@ class TargetCounts:
 
         Waits for the device for the norms.
         """
-        nothing: tuple[list[str], ...] = ([], [], [], [])
+        nothing: tuple[list[str], ...] = ([], [], [], [], [])
         shared = [
             (*each.votes, each.factors_by(self._ratios)) if each.is_followed else nothing
             for each in self._shared
@@ -324,7 +347,8 @@ class TargetCounts:
         own = [(each.texts(), each.digits) for each in self._shared]
         for _, (first, of_ranks) in gather_by_sample(own, group, sample_size):
             fewest = min(digits for _, digits in of_ranks)  # a rank without targets has no gradient
-            for kind, said, digits in ((0, JOINED, 17), (1, GATHERED, fewest)):
+            kinds = ((0, JOINED, 17), (1, GATHERED, fewest), (3, COUNTED, fewest))
+            for kind, said, digits in kinds:
                 found = [(first + rank, x[kind]) for rank, (x, _) in enumerate(of_ranks) if x[kind]]
                 for rank, values in found[1:]:
                     apart = first_difference(found[0][1], values, digits)

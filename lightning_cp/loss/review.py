@@ -8,6 +8,7 @@ import torch
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.loss.counts import ProbeLoss, TargetCounts
+from lightning_cp.loss.derivatives import TokenSums, token_sums
 from lightning_cp.loss.terms import LossTerms, factors_of, ignores_label, loss_terms
 from lightning_cp.loss.weighting import StepLoss
 from lightning_cp.utils.labels import IGNORED_LABEL
@@ -63,24 +64,29 @@ class RunLosses:
             return
         means = loss_terms(loss)
         check_sequence_terms(means, weight)
+        sums = self.sums_of(loss, weight) if is_shared and weight.is_declared else None
+        passes, is_known = self.passes(loss, weight, sums), _is_known(means)
+        is_clear = is_known or passes
+        if self.question is not None:  # a loss that is refused leaves no notes
+            weight.check_known(None if is_clear else ConfigError(self.question))
+        else:
+            self.counts.asks |= not (is_clear or weight.is_without_targets) and is_shared
         self.counts.note(means, weight.targets)
-        passes, is_known = self.passes(loss, weight), _is_known(means)
         _note(
-            *(self.counts, loss, weight, means),
+            *(self.counts, loss, weight, means, sums),
             is_known=is_known,
             passes=passes,
             padding_asked=padding_asked,
             follows=is_shared and self.follows_factors,
         )
-        is_clear = is_known or passes
-        if self.question is None:
-            self.counts.asks |= not (is_clear or weight.is_without_targets) and is_shared
-        else:
-            weight.check_known(None if is_clear else ConfigError(self.question))
 
-    def passes(self, loss: torch.Tensor, weight: StepLoss) -> bool:
-        """Return True for a declared loss, and for one like a loss that a check found exact."""
-        is_declared = weight.is_declared
+    def sums_of(self, loss: torch.Tensor, weight: StepLoss) -> TokenSums | None:
+        """Return the sums over tokens of a loss with a declared count; ``None``: a check found it exact."""
+        return None if self.exact_zeros else token_sums(loss, weight.rows, weight.local_len)
+
+    def passes(self, loss: torch.Tensor, weight: StepLoss, sums: TokenSums | None) -> bool:
+        """Return True for a declared loss of sums, and for one like a loss that a check found exact."""
+        is_declared = weight.is_declared and not (sums is not None and sums.functions)
         if is_declared or not self.exact_zeros or self.passes_all:
             return is_declared or bool(self.exact_zeros)
         return any(map(factors_of(loss, weight.tokens).are_zero, self.exact_zeros))
@@ -159,9 +165,10 @@ class ProbeLosses:
         means = loss_terms(loss)
         check_sequence_terms(means, weight)
         self._run.probe = _facts_of(loss, means, weight)
-        passes = self._run.passes(loss, weight)
+        sums = self._run.sums_of(loss, weight) if is_shared and weight.is_declared else None
+        passes = self._run.passes(loss, weight, sums)
         _note(
-            *(self.counts, loss, weight, means),
+            *(self.counts, loss, weight, means, sums),
             is_known=_is_known(means),
             passes=passes,
             padding_asked=padding_asked,
@@ -174,6 +181,7 @@ def _note(
     loss: torch.Tensor,
     weight: StepLoss,
     means: LossTerms,
+    sums: TokenSums | None,
     *,
     is_known: bool,
     passes: bool,
@@ -181,11 +189,13 @@ def _note(
     follows: bool,
 ) -> None:
     counts.note_padding(*weight.padding(by_hand=not is_known, asked=padding_asked))
-    factors = factors_of(loss, weight.tokens) if follows and not is_known else None
+    is_read = sums is not None and bool(sums.nodes) and sums.is_complete
+    factors = factors_of(loss, weight.tokens) if follows and not is_known and not is_read else None
     whole = weight.own_value(loss) if weight.without_labels and not weight.is_declared else None
     # The declared count of a mean says nothing about values of whole sequences that are added to it.
     compares = not means.has_products if weight.is_declared else not passes
-    counts.note_shared(loss, weight.targets, means if compares else None, factors, whole)
+    compared = means if compares else None
+    counts.note_shared(loss, weight.targets, compared, factors, whole, sums)
 
 
 def _facts_of(loss: torch.Tensor, means: LossTerms, weight: StepLoss) -> ProbeLoss:

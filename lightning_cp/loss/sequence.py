@@ -95,7 +95,7 @@ class SequenceTokens:
         device: torch.device | str = "cpu",
         counted: torch.Tensor | None = None,
     ) -> SequenceTokens:
-        """Find a rank's tokens in the sequences of a batch; documents of padding alone are no sequences.
+        """Find a rank's tokens in the sequences of a batch; documents of padding alone are not sequences.
 
         Args:
             layout: of the batch, with its documents.
@@ -270,10 +270,18 @@ class SequenceTokens:
         """
         if x.shape[:2] != self.owner.shape:
             rows, tokens = self.owner.shape
+            advice = (
+                "Compute it from this rank's part of the batch, before unshard and with its rows, or shard "
+                "it with the batch (sequence_dims)."
+            )
+            if x.shape[:2] == (rows, tokens - 1):
+                advice = (
+                    "Shifted values are one token short: take targets that are shifted before sharding, such "
+                    "as batch['shift_labels'], which have one for every token."
+                )
             raise ShapeError(
                 f"{name} takes values [rows, tokens, ...] of this rank's tokens, [{rows}, {tokens}, ...] in "
-                f"this step, got {tuple(x.shape)}. Shifted values are one token short: compare logits with "
-                "batch['shift_labels'], which has a target for every token."
+                f"this step, got {tuple(x.shape)}. {advice}"
             )
 
     @property
@@ -310,7 +318,12 @@ class SequenceTokens:
         """
         pairs = list(zip(indices, self.lengths, strict=True))
         for at, (index, length) in enumerate(pairs):
-            if not -1 <= index < length or not length:
+            if not length:
+                raise ConfigError(
+                    f"sequence_pick finds no token in {self._kind} {at}: it is padding, or the mask leaves "
+                    "out all of it. Give a mask with a token of each row, or leave the row out of the batch."
+                )
+            if not -1 <= index < length:
                 raise ConfigError(
                     f"sequence_pick({index}) is not a token of {self._kind} {at}, which has {length} without "
                     f"padding. Give 0 to {length - 1}, or -1 for the last."

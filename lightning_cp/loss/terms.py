@@ -12,10 +12,10 @@ Nothing here waits for a device, and no note outlives its graph.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from math import prod
-from typing import Any, NamedTuple, cast
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import (
@@ -55,13 +55,13 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
     own_factor = other_terms = has_products = False
     shared: list[Any] = []
     linear: list[Any] = []
-    ahead: list[Any] = [_producing_edge(loss.grad_fn, loss.output_nr)[0]]
+    ahead: list[Any] = [producing_edge(loss.grad_fn, loss.output_nr)[0]]
     while ahead:
         node = ahead.pop()
         if node is None:
             continue
-        sources, operator, origin = _sources(node), _operator(node), origin_of(node)
-        count = _count_of(node, operator, origin)
+        sources, operator, origin = sources_of(node), operator_of(node), origin_of(node)
+        count = count_of(node, operator, origin)
         if count is not None:
             if _is_of_sequence(sources):
                 shared.append(node)
@@ -69,16 +69,16 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
                 counts.append(count)
         elif origin is Origin.SEQUENCE:
             shared.append(node)
-        elif operator in _LINEAR:
+        elif operator in LINEAR:
             linear.append(node)
             numbers += [node._saved_alpha] if getattr(node, "_saved_alpha", 1) != 1 else []
             ahead.extend(sources)
         elif operator in ("Mul", "Div"):
-            factors = [x for x in sources if not _is_shared(x)]
+            factors = [x for x in sources if not is_shared(x)]
             if len(factors) > 1 or (factors and _divides(node, factors[0])):
                 other_terms = True
                 continue
-            other_terms |= not factors and not _is_shared(node)
+            other_terms |= not factors and not is_shared(node)
             of_sequence = [x for x in (sources if factors else [node]) if x not in factors]
             if factors:
                 linear.append(node)
@@ -90,102 +90,25 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
                 numbers += map(_value_of, own_numbers)
                 own_factor |= bool(factors) and len(own_numbers) < len(constants)
             ahead.extend(factors)
-        elif _is_shared(node):
+        elif is_shared(node):
             shared.append(node)
         else:
             other_terms = True
     if not shared:
         return LossTerms(counts, own_factor, numbers, other_terms)
     numbers += _numbers_within(shared)
-    gathered = tuple(x for x in graph_nodes(shared, _inputs) if origin_of(x) is Origin.SEQUENCE)
-    between = frozenset((*linear, *graph_nodes(shared, _inputs)))
+    gathered = tuple(x for x in graph_nodes(shared, inputs_of) if origin_of(x) is Origin.SEQUENCE)
+    between = frozenset((*linear, *graph_nodes(shared, inputs_of)))
     joined = _joined_values(shared)
     return LossTerms(
         counts, own_factor, numbers, other_terms, joined, gathered, between, has_products
     )
 
 
-def derivatives(loss: torch.Tensor, terms: LossTerms) -> list[torch.Tensor]:
-    """Return the derivative of a loss by each value of whole sequences, with the others held constant.
-
-    The autograd engine would go on behind these values, through the model and its collectives. Here only
-    nodes between the loss and them are called, and may be called again by the engine.
-    """
-    found: dict[Any, list[torch.Tensor | None]] = {}
-    end, number = _producing_edge(loss.grad_fn, loss.output_nr)
-    _add(found, end, number, torch.ones_like(loss))
-    with torch.no_grad(), torch.autocast(loss.device.type, enabled=False):
-        path = _path(end, terms)
-        for node in path:
-            if node in terms.gathered or node not in found:
-                continue
-            for edge, x in _call(node, found.pop(node)):
-                source, number = _producing_edge(*edge)
-                if source in path:
-                    _add(found, source, number, x)
-    return [x for node in terms.gathered for x in found.get(node, ()) if x is not None]
-
-
-def _call(node: Any, by_outputs: list[torch.Tensor | None]) -> list[tuple[Any, torch.Tensor]]:
-    """Return the edges to the inputs of a node and the derivatives by them, given those by its outputs.
-
-    Nothing is exchanged: of rows that ``gather_data`` gathered, this rank passes on what its own ones have.
-    """
-    edges: Sequence[Any] = node.next_functions
-    if _operator(node) == _GATHER:
-        passed: Sequence[Any] = [by_outputs[node.group.rank()]]
-    elif callable(node):
-        passed = _as_tuple(node(*by_outputs))
-    else:  # of a Python autograd function, which is given zeros for missing ones
-        given = [
-            torch.zeros(like.shape, dtype=like.dtype, device=like.device) if x is None else x
-            for x, like in zip(by_outputs, node._input_metadata, strict=True)
-        ]
-        # It returns something for each argument, while edges belong to tensors.
-        passed = list(itertools.compress(_as_tuple(node.apply(*given)), node.needs_input_grad))
-        edges = [edge for edge in edges if edge[0] is not None]
-    return [(edge, x) for edge, x in zip(edges, passed, strict=True) if x is not None]
-
-
-def _as_tuple(result: Any) -> tuple[Any, ...]:
-    return cast("tuple[Any, ...]", result if isinstance(result, tuple) else (result,))
-
-
-def _add(
-    found: dict[Any, list[torch.Tensor | None]], node: Any, number: int, x: torch.Tensor
-) -> None:
-    """Add a derivative by an output of a node, in its shape and dtype, as the autograd engine does."""
-    of_output = node._input_metadata[number]
-    x = x.sum_to_size(of_output.shape).to(of_output.dtype)
-    sums = found.setdefault(node, [None] * len(node._input_metadata))
-    before = sums[number]
-    sums[number] = x if before is None else before + x
-
-
-def _path(end: Any, terms: LossTerms) -> dict[Any, None]:
-    """Return the nodes from the end of a graph to values of whole sequences, each behind all its users.
-
-    No others: calling a parameter's node would change its gradient.
-    """
-    found: dict[Any, None] = {}
-    ahead = [(end, False)]
-    seen: set[Any] = set()
-    while ahead:
-        node, is_done = ahead.pop()
-        if is_done:
-            if node in terms.gathered or any(source in found for source in _inputs(node)):
-                found[node] = None
-        elif node in terms.between and node not in seen:
-            seen.add(node)
-            ahead.append((node, True))
-            ahead += [(source, False) for source in _inputs(node)]
-    return dict.fromkeys(reversed(found))
-
-
 def ignores_label(loss: torch.Tensor, label: int) -> bool:
     """True if the graph has a PyTorch loss function that ignores ``label``."""
-    nodes = graph_nodes([loss.grad_fn], _sources)
-    return any(_operator(node) in _NLL and _ignored(node) == label for node in nodes)
+    nodes = graph_nodes([loss.grad_fn], sources_of)
+    return any(operator_of(node) in _NLL and _ignored(node) == label for node in nodes)
 
 
 def has_sequence_values(loss: torch.Tensor) -> bool:
@@ -195,7 +118,7 @@ def has_sequence_values(loss: torch.Tensor) -> bool:
 
 
 def _sources_above_attention(node: Any) -> list[Any]:
-    return [] if origin_of(node) is Origin.TOKENS else _sources(node)
+    return [] if origin_of(node) is Origin.TOKENS else sources_of(node)
 
 
 class LossFactors(NamedTuple):
@@ -234,18 +157,18 @@ def factors_of(loss: torch.Tensor, tokens: int) -> LossFactors:
         if node is None or node in seen or prod(node._input_metadata[0].shape) > tokens:
             continue
         seen.add(node)
-        ahead.extend(_sources(node))
-        operator = _operator(node)
+        ahead.extend(sources_of(node))
+        operator = operator_of(node)
         if operator in ("Mul", "Div"):
             numbers = list(map(_factor_of, filter(_is_single, _constants(node))))
             (found.values if operator == "Mul" else found.divisors).extend(numbers)
-        elif operator == "Mean" or (operator not in _NLL and _reduces_by_mean(node)):
-            sizes = [prod(x._input_metadata[0].shape) for x in (*_sources(node), node)]
+        elif operator == "Mean" or (operator not in _NLL and reduces_by_mean(node)):
+            sizes = [prod(x._input_metadata[0].shape) for x in (*sources_of(node), node)]
             found.divisors.append(sizes[0] / max(1, sizes[-1]))
     return found
 
 
-def _reduces_by_mean(node: Any) -> bool:
+def reduces_by_mean(node: Any) -> bool:
     return getattr(node, "_saved_reduction", None) == 1
 
 
@@ -256,7 +179,7 @@ DECLARE = (
 )
 """Advice for a loss that counts other targets than the labels."""
 
-_LINEAR = {
+LINEAR = {
     *("Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "Stack", "Cat", "Clone", "Alias", "ToCopy"),
     "NanToNum",
     *("View", "ReshapeAlias", "UnsafeView", "Squeeze", "Unsqueeze", "Select", "Slice", "Unbind"),
@@ -276,11 +199,9 @@ _UNARY = {
     *("T", "Transpose", "Permute"),
 }
 """Functions of one tensor."""
-_PARAMETER_OPERATORS = _UNARY | _LINEAR - {"Slice"}
+_PARAMETER_OPERATORS = _UNARY | LINEAR - {"Slice"}
 """Operators of parameter terms; without Slice, whose size may be that of a rank's tokens."""
-_GATHER = "_AllGather"
-"""Node of ``all_gather``, whose backward is a collective."""
-_OPAQUE = {"CheckpointFunctionBackward", "CompiledFunctionBackward"}
+OPAQUE = {"CheckpointFunctionBackward", "CompiledFunctionBackward"}
 """Nodes of functions whose inner operations have no nodes in the graph."""
 
 
@@ -312,18 +233,18 @@ def _wide_sum(x: torch.Tensor) -> torch.Tensor:
     return x.sum(dtype=wide)
 
 
-def _sources(node: Any) -> list[Any]:
+def sources_of(node: Any) -> list[Any]:
     """Return the nodes that computed the inputs of this one."""
     found: list[Any] = []
     for source, number in node.next_functions:
         if source is not None and source.name() in _IDENTITIES:
-            source = _producing_edge(source, number)[0]
+            source = producing_edge(source, number)[0]
         if source is not None:
             found.append(source)
     return found
 
 
-def _producing_edge(node: Any, number: int) -> tuple[Any, int]:
+def producing_edge(node: Any, number: int) -> tuple[Any, int]:
     """Return the node that computed an output of this one, and the number of its output.
 
     Functions that return their inputs are left out.
@@ -333,7 +254,7 @@ def _producing_edge(node: Any, number: int) -> tuple[Any, int]:
     return node, number
 
 
-def _count_of(node: Any, operator: str, origin: Origin | Count | None) -> Count | None:
+def count_of(node: Any, operator: str, origin: Origin | Count | None) -> Count | None:
     """Return the count of a node that is a mean over targets, or ``None``."""
     if origin is not None and not isinstance(origin, Origin):
         return origin
@@ -347,12 +268,12 @@ def _ignored(node: Any) -> int:
     return ignored - 2**64 * (ignored >= 2**63)  # shown without its sign
 
 
-def _operator(node: Any) -> str:
+def operator_of(node: Any) -> str:
     return node.name().rstrip("0123456789").removesuffix("Backward")
 
 
 def _divides(node: Any, factor: Any) -> bool:
-    return _operator(node) == "Div" and _producing_edge(*node.next_functions[0])[0] is not factor
+    return operator_of(node) == "Div" and producing_edge(*node.next_functions[0])[0] is not factor
 
 
 def _constants(node: Any) -> list[torch.Tensor | float]:
@@ -360,7 +281,7 @@ def _constants(node: Any) -> list[torch.Tensor | float]:
 
     Operators of C++ save their scalars as numbers, while those of Python are wrapped in tensors.
     """
-    if len(_sources(node)) > 1:
+    if len(sources_of(node)) > 1:
         return []
     names = ("_saved_self", "_saved_other", "_saved_mat2")
     return [x for name in names if (x := getattr(node, name, None)) is not None]
@@ -399,20 +320,20 @@ def _value_of(number: torch.Tensor | float) -> float:
         return number.item()
 
 
-def _is_shared(node: Any) -> bool:
+def is_shared(node: Any) -> bool:
     """True if the value is equal on all ranks: made of whole sequences and parameters only."""
     if _is_of_parameters(node):
         return True
     if not _is_of_sequence([node]):
         return False
     whole = _made_of_sequence(node)
-    besides = {source for each in whole for source in _inputs(each)} - whole
+    besides = {source for each in whole for source in inputs_of(each)} - whole
     return all(map(_is_of_parameters, besides))
 
 
-def _inputs(node: Any) -> list[Any]:
+def inputs_of(node: Any) -> list[Any]:
     """Return the sources of a node; none for a value of ``unshard``."""
-    return [] if origin_of(node) is Origin.SEQUENCE else _sources(node)
+    return [] if origin_of(node) is Origin.SEQUENCE else sources_of(node)
 
 
 def _made_of_sequence(node: Any) -> set[Any]:
@@ -421,7 +342,7 @@ def _made_of_sequence(node: Any) -> set[Any]:
     ahead = [node]
     while ahead:
         user = ahead.pop()
-        for source in _inputs(user):
+        for source in inputs_of(user):
             if source not in users:
                 ahead.append(source)
             users.setdefault(source, []).append(user)
@@ -448,7 +369,7 @@ def _is_of_parameters(node: Any) -> bool:
         seen.add(node)
         if origin_of(node) is not None:
             return False
-        sources, operator = _sources(node), _operator(node)
+        sources, operator = sources_of(node), operator_of(node)
         if hasattr(node, "variable"):
             if not isinstance(node.variable, torch.nn.Parameter):
                 return False
@@ -470,16 +391,16 @@ def _joined_values(terms: Iterable[Any]) -> tuple[torch.Tensor, ...]:
     """
     found: list[torch.Tensor] = []
     for term in filter(_is_of_parameters, terms):
-        nodes = [x for x in graph_nodes([term], _sources) if not hasattr(x, "variable")]
-        if any(_operator(x) in ("Add", "Sub", "Rsub") and len(_sources(x)) < 2 for x in nodes):
+        nodes = [x for x in graph_nodes([term], sources_of) if not hasattr(x, "variable")]
+        if any(operator_of(x) in ("Add", "Sub", "Rsub") and len(sources_of(x)) < 2 for x in nodes):
             found += [x for node in nodes for x in _saved_tensors(node)]
     return tuple({id(x): x for x in found}.values())
 
 
 def _numbers_within(terms: Iterable[Any]) -> list[float]:
     """Return the numbers that parameters are multiplied or divided by within parameter terms."""
-    nodes = graph_nodes(filter(_is_of_parameters, terms), _sources)
-    return [x for node in nodes if _operator(node) in ("Mul", "Div") for x in _numbers_of(node)]
+    nodes = graph_nodes(filter(_is_of_parameters, terms), sources_of)
+    return [x for node in nodes if operator_of(node) in ("Mul", "Div") for x in _numbers_of(node)]
 
 
 def _saved_tensors(node: Any) -> list[torch.Tensor]:
@@ -499,7 +420,7 @@ def _joins_another(node: Any) -> bool:
         return False
     source, number = operands[0]
     own, other = node._input_metadata[0].shape, source._input_metadata[number].shape
-    return _operator(node) not in ("Add", "Sub") or own != other or not own
+    return operator_of(node) not in ("Add", "Sub") or own != other or not own
 
 
 def _is_of_sequence(nodes: Iterable[Any]) -> bool:
@@ -521,7 +442,7 @@ def _is_of_sequence(nodes: Iterable[Any]) -> bool:
         seen.add(node)
         if origin is Origin.SEQUENCE:
             found = True
-        elif origin is Origin.TOKENS or name in _OPAQUE:
+        elif origin is Origin.TOKENS or name in OPAQUE:
             return False
         else:
             ahead.extend(node.next_functions)
@@ -532,9 +453,11 @@ def declared_count(counted: torch.Tensor | float) -> torch.Tensor:
     """Return the number of targets of a mask, of weights of tokens, or of a number.
 
     Raises:
-        ConfigError: a number, or a sum on the host, that is negative or NaN.
+        ConfigError: no tensor or number; or a number, or a sum on the host, that is negative or NaN.
     """
     is_tensor = isinstance(counted, torch.Tensor)
+    if not isinstance(counted, torch.Tensor | Real):
+        raise ConfigError(NO_COUNT.format(f"a {type(counted).__name__}"))
     count = _wide_sum(counted.detach()) if is_tensor else torch.tensor(counted)
     if count.is_cpu and not count >= 0:
         raise ConfigError(NO_COUNT.format("a tensor" if is_tensor else counted))
@@ -542,8 +465,9 @@ def declared_count(counted: torch.Tensor | float) -> torch.Tensor:
 
 
 NO_COUNT = (
-    "count_targets({}) declares no number of targets: it is, or adds up to, less than 0 or NaN. Pass a mask "
-    "of this rank's tokens, or how many targets the loss of this rank counts, at least 0."
+    "count_targets({}) declares no number of targets: it is neither a tensor nor a number, or adds up to "
+    "less than 0 or NaN. Pass a mask of this rank's tokens, or how many targets the loss of this rank "
+    "counts, at least 0."
 )
 
 

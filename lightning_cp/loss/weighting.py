@@ -129,6 +129,8 @@ class StepLoss:
         self._some_rank_empty = sharding.some_rank_empty
         self.without_labels = sharding.without_labels
         """``labels="none"``: ranks weigh alike until the step declares a count."""
+        self.is_declared = False
+        """The step has declared a count."""
         self._muted: torch.Tensor | None = None
         self._own: torch.Tensor | None = None
         self._declared: torch.Tensor | None = None
@@ -194,12 +196,17 @@ class StepLoss:
     @property
     def tokens(self) -> int:
         """Tokens of this rank in all rows, with padding."""
-        return self._rows * self._layout.local_len
+        return self.rows * self.local_len
 
     @property
-    def is_declared(self) -> bool:
-        """True if the step has declared a count."""
-        return self._declared is not None
+    def rows(self) -> int:
+        """Rows of the batch."""
+        return self._rows
+
+    @property
+    def local_len(self) -> int:
+        """Tokens of a row on this rank, with padding."""
+        return self._layout.local_len
 
     @property
     def is_without_targets(self) -> bool:
@@ -291,7 +298,7 @@ class StepLoss:
         if self._gone:
             same = (_weights(declared) == _weights(self._counts).to(declared.device)).all()
             self._weigh_alike = same if self._weigh_alike is None else self._weigh_alike & same
-        self._declared = declared
+        self._declared, self.is_declared = declared, True
         if of_window:
             self._targets = float(counts.sum())
 

@@ -15,7 +15,7 @@ from lightning_cp.batch.documents import documents_of, padding_mask_of
 from lightning_cp.batch.loss_calls import LossCalls
 from lightning_cp.batch.sharder import ShardedBatch, Sharding, read_if_known
 from lightning_cp.batch.step_state import PositionInfo, StepState, raise_gradient_mismatch
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.layout.axes import Flat
 from lightning_cp.logging.reduce import PendingFindings, equal, side_by_side, weighted_mean
@@ -381,12 +381,22 @@ class StepContext:
     def draw_whole(
         self, draw: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dim: int
     ) -> torch.Tensor:
-        """Return this rank's part of ``draw(x)`` for the whole sequence, as one process draws it."""
+        """Return this rank's part of ``draw(x)`` for the whole sequence, as one process draws it.
+
+        Raises:
+            ShapeError: ``draw`` returns numbers of another length.
+        """
         with draw_per("row"):
             if self.part is None:
                 return draw(x)
             layout = self.part.layout
-            whole = draw(x.new_empty([*x.shape[:dim], layout.seq_len, *x.shape[dim:][1:]]))
+            like = x.new_empty([*x.shape[:dim], layout.seq_len, *x.shape[dim:][1:]])
+            whole = draw(like)
+        if whole.dim() <= dim or whole.shape[dim] != layout.seq_len:
+            raise ShapeError(
+                f"draw_whole gave its function a tensor {list(like.shape)}, and got {list(whole.shape)} "
+                f"back. Return numbers of that shape, with one place for each token along dimension {dim}."
+            )
         return self.mesh.shard(whole, layout, dim=dim)
 
     def gather_data(self, x: torch.Tensor) -> torch.Tensor:

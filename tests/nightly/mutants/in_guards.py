@@ -10,6 +10,7 @@ TRAINER = "tests/ranks/consistency/test_finite.py::test_a_trainer_stops"
 COUNTS = "lightning_cp/loss/counts.py"
 KINDS = "tests/ranks/loss/test_loss_kinds.py::test_"
 WHOLE = "tests/ranks/loss/test_whole_values.py::test_"
+COUNTED = "tests/ranks/loss/test_counted_losses.py::test_"
 LATER = "tests/ranks/parity/test_later_losses.py::test_"
 SEVERAL = "tests/ranks/loss/test_several_counts.py::test_"
 ENDS = "tests/ranks/strategies/test_fabric_ends.py::test_"
@@ -81,7 +82,7 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "a value that is used twice has one derivative",
-        "lightning_cp/loss/terms.py",
+        "lightning_cp/loss/derivatives.py",
         "sums[number] = x if before is None else before + x",
         "sums[number] = x",
         ("tests/unit/loss/test_derivatives.py::test_they_are_those_of_the_engine",),
@@ -89,11 +90,53 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "nodes of parameters are called",
-        "lightning_cp/loss/terms.py",
-        "if node in terms.gathered or any(source in found for source in _inputs(node)):",
+        "lightning_cp/loss/derivatives.py",
+        "if node in nodes or any(source in found for source in inputs_of(node)):",
         "if True:",
         ("tests/unit/loss/test_derivatives.py::test_they_are_those_of_the_engine",),
         "The gradient of a regulariser is added twice.",
+    ),
+    Mutant(
+        "weights of tokens in counted losses are not compared",
+        "lightning_cp/loss/counts.py",
+        "(1, GATHERED, fewest), (3, COUNTED, fewest))",
+        "(1, GATHERED, fewest))",
+        (f"{COUNTED}other_functions_of_tokens_are_refused[root-ring 2]",),
+        "After count_targets any function of a rank's own mean trains on.",
+    ),
+    Mutant(
+        "a mean of counted tokens weighs them as a sum",
+        "lightning_cp/loss/derivatives.py",
+        'if operator_of(node) != "Mean" and not reduces_by_mean(node):',
+        "if True:",
+        ("tests/unit/loss/test_derivatives.py::test_weights_of_tokens_times_six_targets",),
+        "A penalty over all tokens beside a counted mean is accepted.",
+    ),
+    Mutant(
+        "a regulariser is taken for a sum over tokens",
+        "lightning_cp/loss/derivatives.py",
+        "if not is_shared(node):",
+        "if True:",
+        ("tests/unit/loss/test_derivatives.py::test_weights_of_tokens_times_six_targets",),
+        "A right loss with weight decay of its own is refused.",
+    ),
+    Mutant(
+        "functions of all tokens pass after a count",
+        "lightning_cp/loss/review.py",
+        "is_declared = weight.is_declared and not (sums is not None and sums.functions)",
+        "is_declared = weight.is_declared",
+        (f"{COUNTED}other_functions_of_tokens_are_refused[norm-ring 2]",),
+        "A norm of a rank's own tokens trains on.",
+    ),
+    Mutant(
+        "a refused loss is compared with the next one",
+        "lightning_cp/loss/review.py",
+        "        if self.question is not None:  # a loss",
+        "        self.counts.note(means, weight.targets)\n"
+        "        self.counts.note_shared(loss, weight.targets, None, factors_of(loss, weight.tokens))\n"
+        "        if self.question is not None:  # a loss",
+        (f"{COUNTED}a_refused_loss_leaves_nothing",),
+        "The next loss, which is right, is refused with the numbers of the one before.",
     ),
     Mutant(
         "a declared count stands for values of whole rows too",
@@ -122,8 +165,8 @@ GUARD_MUTANTS = (
     Mutant(
         "factors of losses by hand are not compared",
         "lightning_cp/loss/review.py",
-        "    factors = factors_of(loss, weight.tokens) if follows and not is_known else None\n",
-        "    factors = None\n",
+        "if follows and not is_known and not is_read else None",
+        "if False else None",
         (f"{LATER}a_factor_that_ranks_do_not_share_is_compared_with_one_process[2-OfAMask]",),
         "A mask that leaves out tokens in a later batch trains on, silently.",
     ),

@@ -271,7 +271,7 @@ def declared_times_its_own(loop: Loop, batch: Batch) -> torch.Tensor:
 
 
 def test_a_declared_loss_times_a_number_of_a_rank_is_refused() -> None:
-    match = r"a loss by hand is multiplied or divided by \d.* on rank 0 and by \d.* on rank 1, which share"
+    match = r"tokens of its loss do not weigh the same.* is \d.* on rank 0 and \d.* on rank 1"
     expect_on_every_rank(
         2, stepped, ULYSSES, declared_times_its_own, error=ConfigError, match=match
     )

@@ -409,6 +409,23 @@ def beyond_a_mask(loop: Loop, batch: Batch) -> torch.Tensor:
     return of_whole(loop, "sequence_pick", values, places, torch.ones_like(values)).sum()
 
 
+def of_an_empty_mask(loop: Loop, batch: Batch) -> torch.Tensor:
+    values = logps(loop, batch)
+    return of_whole(loop, "sequence_pick", values, -1, torch.zeros_like(values)).sum()
+
+
+def by_a_list(loop: Loop, batch: Batch) -> torch.Tensor:
+    strategy: Any = loop.fabric.strategy
+    return logps(loop, batch).sum() / strategy.count_targets([1, 2])
+
+
+def drawn_in_another_shape(loop: Loop, batch: Batch) -> torch.Tensor:
+    strategy: Any = loop.fabric.strategy
+    return (
+        logps(loop, batch) * strategy.draw_whole(lambda _: torch.randn(3), batch["input_ids"])
+    ).sum()
+
+
 def too_few_places(loop: Loop, batch: Batch) -> torch.Tensor:
     return of_whole(loop, "sequence_pick", logps(loop, batch), torch.tensor([1])).sum()
 
@@ -434,10 +451,13 @@ def padded(rank: int, world_size: int, settings: Settings, way: Any) -> None:
     [
         (at_padding, r"sequence_pick\(20\) is not a token of row 1, which has 20 without padding"),
         (before_the_first, r"sequence_pick\(-2\) is not a token of row 0.*or -1 for the last"),
-        (short_mask, r"mask takes values .*this rank's tokens.*compare logits with"),
-        (whole_mask, r"mask takes values .*this rank's tokens.*got \(2, 29\)"),
+        (short_mask, r"mask takes values .*this rank's tokens.*shifted before sharding"),
+        (whole_mask, r"mask takes values .*this rank's tokens.*got \(2, 29\).*before unshard"),
         (whole_mask_of_a_pick, r"mask takes values .*this rank's tokens.*got \(2, 29\)"),
         (beyond_a_mask, r"sequence_pick\(20\) is not a token of row 1, which has 20 without"),
+        (of_an_empty_mask, r"sequence_pick finds no token in row 0.*Give a mask"),
+        (by_a_list, r"count_targets\(a list\) declares no number of targets.*Pass a mask"),
+        (drawn_in_another_shape, r"draw_whole gave its function a tensor \[2, 29\], and got \[3\]"),
         (too_few_places, r"needs one index for each row, of which there are 2, got 1"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),

@@ -1,4 +1,4 @@
-"""Derivatives of a loss by values of whole sequences: those of the autograd engine for such leaves."""
+"""Derivatives of a loss by values of whole sequences, as of the engine for such leaves, and by sums."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules._functions import BackwardHookFunction
 
-from lightning_cp.loss.terms import derivatives, loss_terms
+from lightning_cp.loss.derivatives import derivatives, token_sums
+from lightning_cp.loss.terms import loss_terms
 from lightning_cp.utils.autograd_notes import Origin, note_origin
 
 Loss = Callable[..., torch.Tensor]
@@ -71,13 +72,19 @@ LOSSES: dict[str, Loss] = {
 }
 
 
+def by_whole_values(loss: torch.Tensor) -> list[torch.Tensor]:
+    terms = loss_terms(loss)
+    found = derivatives(loss, terms.gathered, terms.between)
+    return [x for of_outputs in found for x in of_outputs if x is not None]
+
+
 @pytest.mark.parametrize("of", LOSSES.values(), ids=LOSSES)
 def test_they_are_those_of_the_engine(of: Loss) -> None:
     leaves = [raw(1).requires_grad_(), raw(2).requires_grad_()]
     want = torch.autograd.grad(of(*leaves), leaves, allow_unused=True)
     parameters = [nn.Parameter(raw(1)), nn.Parameter(raw(2)), WEIGHT]
     loss = of(*(noted(x * 1) for x in parameters[:2])) + 0.5 * WEIGHT.square().sum()
-    found = derivatives(loss, loss_terms(loss))
+    found = by_whole_values(loss)
     assert all(x.grad is None for x in parameters)
     wanted = [x for x in want if x is not None]
     assert len(found) == len(wanted)
@@ -96,7 +103,7 @@ def test_other_values_are_held_constant() -> None:
     tokens = noted(first.unsqueeze(1) * raw(3), Origin.TOKENS)
     second = noted(tokens.sum(1) * 0 + raw(2)[:, 0])
     loss = first.square().sum() + second.exp().sum()
-    found = derivatives(loss, loss_terms(loss))
+    found = by_whole_values(loss)
     for x in want:
         assert any(torch.allclose(x, y, rtol=1e-12) for y in found)
     assert len(found) == 2
@@ -105,7 +112,78 @@ def test_other_values_are_held_constant() -> None:
 def test_a_factor_of_a_rank_s_own_is_in_them() -> None:
     z = noted(nn.Parameter(raw(1)) * 1)
     loss = own_mean() * z.mean()
-    terms = loss_terms(loss)
-    assert terms.has_products
-    (found,) = derivatives(loss, terms)
+    assert loss_terms(loss).has_products
+    (found,) = by_whole_values(loss)
     torch.testing.assert_close(found, torch.full_like(z, float(own_mean().detach()) / 12))
+
+
+OF_ROWS = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+SUMS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[Any]]] = {
+    "sum": (lambda x: x.sum() / 6, [1.0]),
+    "mean": (lambda x: x.mean(), [0.5]),
+    "mean of rows": (lambda x: x.mean(1) @ OF_ROWS, [(OF_ROWS * 1.5).tolist()]),
+    "chosen": (lambda x: x[x > 0].sum() / 6, [1.0]),
+    "chunks": (lambda x: (x[:, :1].sum() + x[:, 1:].sum() * 2) / 6, [2.0, 1.0]),
+    "root": (lambda x: (x.sum() / 6 + 9 - x.sum().detach() / 6).sqrt(), [1 / 6]),
+    "features": (lambda x: x.unsqueeze(2).expand(3, 4, 5).mean(2).sum() / 6, [1.0]),
+    "targets": (lambda x: F.cross_entropy(x, torch.tensor([1, -100, 2])), [3.0]),
+    "squares": (lambda x: F.mse_loss(x, raw(9)), [0.5]),
+    "parameters": (lambda x: x.sum() / 6 + WEIGHT.square().sum(), [1.0]),
+    "whole rows": (lambda x: x.sum() / 6 + noted(x * 2).sum(1).square().mean(), [1.0]),
+}
+
+
+@pytest.mark.parametrize(("of", "want"), SUMS.values(), ids=SUMS)
+def test_weights_of_tokens_times_six_targets(
+    of: Callable[[torch.Tensor], torch.Tensor], want: list[Any]
+) -> None:
+    loss = of(noted(nn.Parameter(raw(1)) * 1, Origin.TOKENS))
+    sums = token_sums(loss, rows=3, local_len=4)
+    assert sums.is_complete
+    assert not sums.is_short
+    assert not sums.functions
+    found = sums.weights(loss, 6)
+    assert [x.tolist() for x in found] == [pytest.approx(x) for x in want]
+
+
+@pytest.mark.parametrize(
+    ("of", "function"),
+    [
+        (lambda x: x.norm() / 6, "LinalgVectorNorm"),
+        (lambda x: x.logsumexp((0, 1)), "Logsumexp"),
+        (lambda x: x.max(), "Max"),
+        (lambda x: x.std(1).sum(), "Std"),
+    ],
+    ids=["norm", "logsumexp", "max", "std"],
+)
+def test_other_functions_of_tokens_are_named(
+    of: Callable[[torch.Tensor], torch.Tensor], function: str
+) -> None:
+    sums = token_sums(of(noted(nn.Parameter(raw(1)) * 1, Origin.TOKENS)), rows=3, local_len=4)
+    assert sums.functions == [function]
+
+
+@pytest.mark.parametrize(
+    "of",
+    [lambda x: Cubes.apply(3.0, raw(7), x.sum())[0], lambda x: x[0, -1] * 2 + x.sum() / 6],
+    ids=["own function", "one token"],
+)
+def test_what_is_beside_sums_is_known(of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    loss = of(noted(nn.Parameter(raw(1)) * 1, Origin.TOKENS))
+    assert not token_sums(loss, rows=3, local_len=4).is_complete
+
+
+@pytest.mark.parametrize(
+    ("of", "is_short"),
+    [
+        (lambda x: x.bfloat16().sum().float() / 6, True),
+        (lambda x: (x.sum().bfloat16() / 6).float(), True),
+        (lambda x: x.bfloat16().float().sum() / 6, False),
+    ],
+    ids=["sum", "division", "values"],
+)
+def test_short_numbers_between_the_loss_and_sums(
+    of: Callable[[torch.Tensor], torch.Tensor], is_short: bool
+) -> None:
+    loss = of(noted(nn.Parameter(raw(1).float()) * 1, Origin.TOKENS))
+    assert token_sums(loss, rows=3, local_len=4).is_short == is_short
