@@ -158,8 +158,8 @@ def test_a_loss_that_is_right_by_chance_is_refused(mode: str, way: Loss) -> None
     ranks, settings = MODES[mode]
     match = (
         r"(?s)parity check on 96 tokens of the batch with some labels left out.*Likely cause: (unscaled "
-        r"loss|a loss that is not a mean|a mean over other tokens|a function of sums).*With all of its labels "
-        r"the batch agrees.*labels != -100"
+        r"loss|a loss that is not a mean|a mean over other tokens|a function of sums).*With all of its "
+        r"labels the batch agrees.*labels != -100"
     )
     expect_on_every_rank(ranks, fit, settings, way, error=ParityError, match=match)
 
