@@ -171,8 +171,8 @@ def token_sums(loss: torch.Tensor, rows: int, local_len: int) -> TokenSums:
         found.visited.add(node)
         shape = node._input_metadata[0].shape
         if is_done:
-            is_reduced = prod(shape) <= rows and any(of_tokens[x] for x in sources_of(node))
             of_tokens[node] = any(of_tokens[x] for x in sources_of(node))
+            is_reduced = of_tokens[node] and prod(shape) <= rows
             if is_reduced and operator_of(node) in _FUNCTIONS_OF_SETS:
                 of_tokens[node] = False
                 found.functions.append(operator_of(node))
