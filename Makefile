@@ -38,7 +38,7 @@ LITGPT_TESTS := tests/ranks/models/test_litgpt.py tests/ranks/models/test_litgpt
   tests/ranks/optim/test_qk_clip_models.py::test_litgpt
 
 test-litgpt: $(LITGPT)/stamp
-	$(LITGPT)/bin/python -m pytest $(LITGPT_TESTS)
+	$(LITGPT)/bin/python -m pytest -n 2 --dist worksteal $(LITGPT_TESTS)
 
 litgpt-table: $(LITGPT)/stamp
 	$(LITGPT)/bin/python -m tests.nightly.models litgpt

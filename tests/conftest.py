@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Generator, Iterator
@@ -19,6 +20,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.helpers import pool
+from tests.helpers.pool.isolation import GC_THRESHOLD
 from tests.helpers.suites import mark_others_nightly
 
 pytest_plugins = ["tests.helpers.launch.variables"]
@@ -28,6 +30,7 @@ LONGEST = ("test_snippets.py", "test_examples.py")
 """Files of tests that take a minute each: they come first, so that no worker is alone with one at the end."""
 
 torch.set_num_threads(1)
+gc.disable()  # until all tests are collected, which makes no garbage
 # A shell that starts this in the background, or nohup, leaves these ignored, also in what tests start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -61,6 +64,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest tests first; the others keep their order."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: garbage is searched among what tests make."""
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLD)
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -14,7 +14,6 @@ from typing import Any
 from omegaconf import OmegaConf
 from torch import nn
 
-from lightning_cp.apps.train.model import model_on_meta
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout.axes import Axis
 from lightning_cp.models.blocks import blocks_of
@@ -227,6 +226,8 @@ def model_of_modules(config: Mapping[str, Any], name: str) -> Model:
     Raises:
         ConfigError: transformers has no such model, it has no attention blocks, or a size is unknown.
     """
+    from lightning_cp.apps.train.model import model_on_meta  # Lightning, which takes seconds
+
     module = model_on_meta(config)
     blocks = blocks_of(module)
     if not blocks:

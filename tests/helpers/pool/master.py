@@ -36,7 +36,7 @@ START_LIMIT = 180.0
 PRELOAD = (
     "pytest",
     "torch.distributed.tensor",
-    "torch._dynamo",  # any optimizer imports it
+    "tests.helpers.pool.compiler_rules",  # and torch._dynamo, which any optimizer imports
     "lightning.pytorch",
     "transformers.models.llama.modeling_llama",
     "lightning_cp.strategies.trainer",

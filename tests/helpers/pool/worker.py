@@ -18,12 +18,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._dynamo import trace_rules
 
 from lightning_cp.watchdog.watch import SWITCH
-from tests.helpers.pool.isolation import Filters, Unraisables, isolated
+from tests.helpers.pool.isolation import GC_THRESHOLD, Filters, Unraisables, isolated
 
 STACK_SIGNAL = signal.SIGUSR2
 """Makes a worker write the stacks of its threads to its stack file."""
@@ -86,6 +88,7 @@ def serve(rank: int, requests: Connection, alive: Connection, log: str, stacks: 
     threading.Thread(target=die_with_parent, args=(alive,), daemon=True).start()
     torch.set_num_threads(1)
     os.environ[SWITCH] = "0"  # the pool sees to ranks that hang, and outlives their errors
+    gc.set_threshold(*GC_THRESHOLD)
     gc.freeze()  # what the fork server imported is never garbage; this keeps collections short
     worker = _Worker(rank)
     requests.send_bytes(pickle.dumps(Reply(ok=True)))
@@ -164,9 +167,10 @@ class _Worker:
             dist.destroy_process_group()
         if request.world_size:
             store = dist.FileStore(request.store, request.world_size)
-            dist.init_process_group(
-                "gloo", store=store, rank=self.rank, world_size=request.world_size
-            )
+            with mock.patch.object(trace_rules, "clear_lru_cache"):  # what is there stays right
+                dist.init_process_group(
+                    "gloo", store=store, rank=self.rank, world_size=request.world_size
+                )
             self.group = self._default()
         return b""
 

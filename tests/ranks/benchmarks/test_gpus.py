@@ -189,6 +189,7 @@ def test_ranks_end_as_they_have_to_or_the_line_fails() -> None:
         faults.check_end("device", 2, hung)
 
 
+@pytest.mark.nightly
 def test_a_device_that_hangs_is_named(tmp_path: Path) -> None:
     """A stand-in, whose events are never complete."""
     said = faults.fault_line("device", Place("cpu", 2, tmp_path))
