@@ -47,7 +47,9 @@ def mesh_of_groups(
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Make one axis, with a name, of a mesh's axes; an axis of all ranks takes the world's group."""
     with _sharing_the_world_group(_world()):
-        return mesh._flatten(name)  # PyTorch has no public name for it
+        axis = mesh._flatten(name)  # PyTorch has no public name for it
+    _inherit_timeout(axis.get_group())
+    return axis
 
 
 @contextmanager
@@ -180,7 +182,16 @@ def group_of(partition: torch.Tensor, backend: str | None = None) -> dist.Proces
         with _without_splits(_world()):
             own, _ = dist.new_subgroups_by_enumeration(ranks, backend=backend)
     assert isinstance(own, dist.ProcessGroup)
+    _inherit_timeout(own)
     return own
+
+
+def _inherit_timeout(group: dist.ProcessGroup) -> None:
+    """Give a group the world's timeout; PyTorch gives new groups its default, 10 minutes with NCCL."""
+    world = _world()
+    if group is not world and not is_fake():
+        of_world: Any = world._get_backend(world._device_types[0]).options
+        dist.distributed_c10d._set_pg_timeout(of_world._timeout, group)
 
 
 @contextmanager

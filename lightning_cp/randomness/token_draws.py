@@ -29,6 +29,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.randomness import counter
+from lightning_cp.utils.tensors import to_device
 
 _log = logging.getLogger("lightning_cp")
 
@@ -184,7 +185,7 @@ class TokenDraws:
         """Return int64 [L]: positions of the current tokens."""
         assert self._tokens is not None
         if device not in self._positions:  # copied once, and not for every call
-            self._positions[device] = self._tokens.positions.to(device)
+            self._positions[device] = to_device(self._tokens.positions, device)
         return self._positions[device][self._tile]
 
     @property

@@ -8,6 +8,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 import pytest
+import torch
 
 from tests.helpers.pool.master import Pool
 
@@ -16,10 +17,15 @@ def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
     raise AssertionError("a test in tests/unit starts a process. Move its file to tests/ranks.")
 
 
+def refused() -> list[tuple[Any, str]]:
+    """What starts a process: owner and name. On a GPU Triton has to start its compiler."""
+    forks = [(Pool, "run"), (BaseProcess, "start"), (os, "fork")]
+    return forks if torch.cuda.is_available() else [*forks, (subprocess.Popen, "__init__")]
+
+
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pool, "run", _refuse)
-    monkeypatch.setattr(subprocess.Popen, "__init__", _refuse)
-    monkeypatch.setattr(subprocess.Popen, "__del__", lambda self: None)  # it was never made
-    monkeypatch.setattr(BaseProcess, "start", _refuse)
-    monkeypatch.setattr(os, "fork", _refuse)
+    for owner, name in refused():
+        monkeypatch.setattr(owner, name, _refuse)
+        if owner is subprocess.Popen:
+            monkeypatch.setattr(owner, "__del__", lambda self: None)  # it was never made

@@ -19,6 +19,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.hf.positions import check_mask, warn_isolated
+from lightning_cp.utils.tensors import to_device
 from lightning_cp.utils.tracing import exclude_from_compile
 
 EXPRESSIBLE = (
@@ -32,6 +33,12 @@ _MEANINGS = {
     "padding_mask_function": "a padding mask made by the model itself",
 }
 """Explanations of unsupported mask functions, by factory."""
+
+_OTHER_MASK = (
+    "the attention_mask that the model was given is not the batch's: what a token may see is taken from the "
+    "batch before it is sharded, so a mask that is made or changed in the step would be ignored. Put "
+    "attention_mask into the batch (in the dataset or on_after_batch_transfer)."
+)
 
 _TRUE: Callable[..., Any] = lambda *args: torch.tensor(True, dtype=torch.bool)  # noqa: E731
 
@@ -60,14 +67,9 @@ def check_padding(
             )
         return
     if state.tokens is None:
-        state.tokens = _token_flags(layout, cp_rank).to(mask.device)
+        state.tokens = to_device(_token_flags(layout, cp_rank), mask.device)
     real, kept = state.tokens
-    if bool(((mask.bool() != kept) & real).any()):
-        raise ConfigError(
-            "the attention_mask that the model was given is not the batch's: what a token may see is taken "
-            "from the batch before it is sharded, so a mask that is made or changed in the step would be "
-            "ignored. Put attention_mask into the batch (in the dataset or on_after_batch_transfer)."
-        )
+    state.refuse_if(((mask.bool() != kept) & real).any(), _OTHER_MASK)
 
 
 def _is_padding_visible(layout: SequenceLayout, causal: bool) -> bool:

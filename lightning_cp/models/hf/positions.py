@@ -31,6 +31,7 @@ from lightning_cp.layout.documents import text_positions
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.hf.own_attention import takes_no_positions
 from lightning_cp.utils.patching import add_hook
+from lightning_cp.utils.tensors import to_device
 from lightning_cp.utils.tracing import exclude_from_compile
 
 Parameters = dict[str, inspect.Parameter]
@@ -170,12 +171,7 @@ def check_same_positions(state: StepState, positions: torch.Tensor | None) -> No
         ours = ours.flatten(0, -2)[0]  # the same in all rows
     elif not _fit(positions, ours):
         return  # an inner model's, in another form
-    if bool((positions != ours.to(positions.device)).any()):
-        raise ConfigError(
-            "the position_ids that the model was given are not the batch's: a rank's tokens do not follow "
-            "each other, and packed documents are read from the batch before it is sharded. Use "
-            "batch['position_ids'], or put yours into the batch (in the dataset or on_after_batch_transfer)."
-        )
+    state.refuse_if((positions != to_device(ours, positions.device)).any(), _OTHER_POSITIONS)
 
 
 def _fit(positions: torch.Tensor, ours: torch.Tensor) -> bool:
@@ -275,6 +271,12 @@ _UNDECLARED = (
     "documents here. Take attention_mask out of the batch, or pass it to the model."
 )
 
+
+_OTHER_POSITIONS = (
+    "the position_ids that the model was given are not the batch's: a rank's tokens do not follow each "
+    "other, and packed documents are read from the batch before it is sharded. Use batch['position_ids'], or "
+    "put yours into the batch (in the dataset or on_after_batch_transfer)."
+)
 
 _UNREAD = (
     "position_ids restart (packed documents), but {} does not read them when it makes its mask: in one "

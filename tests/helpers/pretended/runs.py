@@ -170,6 +170,8 @@ def execute(rank: int, world_size: int, cell: Cell) -> Outcome:
     packed = cell.sequences == "packed"
     run = runs.Run(steps=1, rows=count, seq_len=LENGTH, packed=packed, model=cell.model)
     batches = list(runs.loader(runs.make_data(run), ROWS))
+    if cell.sequences == "padded":
+        batches = [padded_batch(batch) for batch in batches]
     if cell.engine is not None:
         batches = batches[rank // (cell.cp * cell.tp) :: cell.data]
     with ExitStack() as stack:
@@ -188,6 +190,14 @@ def execute(rank: int, world_size: int, cell: Cell) -> Outcome:
         if device is not None:
             outcome.waits, outcome.copied = device.waits, device.copied
     return outcome
+
+
+def padded_batch(batch: Any) -> Any:
+    """The last row ends in padding."""
+    mask = torch.ones_like(batch["input_ids"])
+    mask[-1, -5:] = 0
+    labels = batch["labels"].masked_fill(mask == 0, -100)
+    return {**batch, "labels": labels, "attention_mask": mask}
 
 
 class Module(ContextParallelMixin, Small):
@@ -217,8 +227,8 @@ class Module(ContextParallelMixin, Small):
         """The mean over targets."""
         if self.cell.model == "plain":
             return super().loss(batch) + (self.of_rows(batch) if self.cell.rows else 0)
-        packed = self.cell.sequences == "packed"
-        names = ("input_ids", "labels", *(["position_ids"] if packed else []))
+        more = {"packed": ["position_ids"], "padded": ["attention_mask"]}
+        names = ("input_ids", "labels", *more.get(self.cell.sequences, []))
         return self.model(**{name: batch[name] for name in names}).loss
 
     def of_rows(self, batch: Any) -> torch.Tensor:

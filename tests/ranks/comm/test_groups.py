@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ from lightning_cp.comm import groups
 from lightning_cp.comm.all_gather import start_all_gather, start_reduce_scatter
 from lightning_cp.comm.reduce import all_max, all_mean, all_sum, broadcast_tensors
 from lightning_cp.errors import ConfigError
-from lightning_cp.layout.axes import Flat
+from lightning_cp.layout.axes import Axis, Flat
 from lightning_cp.mesh import ContextParallelMesh
 from tests.helpers.pool import run_ranks
 from tests.helpers.strategies.engine_runs import Cell, Outcome, execute
@@ -133,3 +134,25 @@ def test_training_over_axes_of_one_rank(cell: Cell) -> None:
         assert set(got.weights) == set(want.weights)
         for name, x in want.weights.items():
             torch.testing.assert_close(got.weights[name], x, rtol=1e-10, atol=1e-12)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    options: Any = group._get_backend(torch.device("cpu")).options
+    return options._timeout
+
+
+def timeouts(rank: int, world_size: int) -> set[timedelta]:
+    world = dist.group.WORLD
+    assert world is not None
+    before = timeout_of(world)
+    dist.distributed_c10d._set_pg_timeout(timedelta(minutes=77), world)
+    mesh = ContextParallelMesh(ring_size=2, data_parallel_shard_size=2)
+    pairs = groups.gloo_group(torch.tensor([[0, 2], [1, 3]]))
+    found = {timeout_of(group) for group in (pairs, *map(mesh.group, (*Axis, *Flat)))}
+    mesh.destroy()
+    dist.distributed_c10d._set_pg_timeout(before, world)
+    return found
+
+
+def test_every_group_has_the_timeout_of_the_world() -> None:
+    assert run_ranks(4, timeouts) == [{timedelta(minutes=77)}] * 4

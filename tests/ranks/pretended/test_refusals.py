@@ -11,15 +11,23 @@ from torch.utils.data import DataLoader
 from lightning_cp.errors import ConfigError
 from tests.helpers.pool import expect_on_every_rank
 from tests.helpers.pretended.device import PretendedDevice
-from tests.helpers.pretended.runs import Cell, Module, PretendedAccelerator
+from tests.helpers.pretended.runs import Cell, Module, PretendedAccelerator, padded_batch
 from tests.helpers.strategies import runs
 from tests.helpers.strategies.small import trainer_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:GPU available but not used")
 
 
+MATCH = {
+    "labels": "rank 1: labels= are not the batch's, or were changed",
+    "targets": "rank 1: labels= are not the batch's, or were changed",
+    "attention_mask": "rank 1: the attention_mask that the model was given is not the batch's",
+    "position_ids": "rank 1: the position_ids that the model was given are not the batch's",
+}
+
+
 class Changing(Module):
-    """Changes its labels, or its shifted ones, on the second rank."""
+    """Changes what it gives to the model on the second rank: labels, shifted ones, the mask or positions."""
 
     def __init__(self, what: str, rank: int) -> None:
         super().__init__(Cell("ddp", model="hf"))
@@ -32,11 +40,20 @@ class Changing(Module):
         if self.rank and self.what == "targets":
             batch["shift_labels"][:, ::3] = -100
             return self.model(**batch).loss
+        if self.what in ("attention_mask", "position_ids"):
+            given = {name: batch[name] for name in ("input_ids", "labels", self.what)}
+            if self.rank:
+                given[self.what] = given[self.what].flip(1)
+            return self.model(**given).loss
         return self.loss(batch)
 
 
 def train(rank: int, world_size: int, what: str) -> None:
     data = runs.make_data(runs.Run(steps=1, rows=2, seq_len=29, model="hf"))
+    if what == "attention_mask":
+        batch: Any = next(iter(runs.loader(data, 2)))
+        padded: Any = padded_batch(batch)
+        data = [{name: x[row] for name, x in padded.items()} for row in range(2)]
     with PretendedDevice(rank).use():
         module = Changing(what, rank)
         settings = {
@@ -54,7 +71,6 @@ def train(rank: int, world_size: int, what: str) -> None:
             assert torch.equal(module.before.cpu(), after), "the optimizer has stepped"
 
 
-@pytest.mark.parametrize("what", ["labels", "targets"])
+@pytest.mark.parametrize("what", MATCH)
 def test_a_step_is_refused_on_all_ranks_before_the_optimizer_steps(what: str) -> None:
-    match = "rank 1: labels= are not the batch's, or were changed"
-    expect_on_every_rank(2, train, what, error=ConfigError, match=match)
+    expect_on_every_rank(2, train, what, error=ConfigError, match=MATCH[what])

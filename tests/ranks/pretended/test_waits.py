@@ -59,6 +59,10 @@ CELLS: dict[str, tuple[Cell, dict[str, int]]] = {
         Cell("fsdp", "hybrid", "packed", model="hf", value_looks=1),
         OF_STEP,
     ),
+    "transformers, padded": (
+        Cell("ddp", "ulysses", "padded", model="hf", value_looks=1),
+        OF_STEP,
+    ),
     "fabric": (Cell("zero1", "zigzag_llama3", **HOST), {**OF_STEP, **OF_CLIP}),
     "fabric, packed": (Cell("ddp", "ulysses", "packed", **HOST), {**OF_STEP, **OF_DDP_CLIP}),
     "fabric, batches on the device": (
@@ -127,6 +131,7 @@ def waits_by_file(outcome: Outcome, phase: str) -> dict[str, int]:
     "trainer, later",
     "trainer, whole rows",
     "transformers",
+    "transformers, padded",
     "one rank",
     "fabric, accumulation",
     "trainer, parity check",
