@@ -210,7 +210,7 @@ def _versions(sizes: CheckSizes, folder: Path) -> Result:
 
 PACKAGES = (
     *("torch", "triton", "lightning", "transformers", "numpy"),
-    *("flash-attn", "flash-attn-3", "ring-flash-attn", "nvidia-cudnn-cu12", "nvidia-nccl-cu12"),
+    *("flash-attn", "flash-attn-3", "ring-flash-attn"),
 )
 
 
