@@ -30,7 +30,7 @@ def log_normal(tokens: int, count: int, seed: int, rows: int = 1, sigma: float =
     return Documents(found, tokens)
 
 
-@example(SequenceLayout(4096, 4, 1, "balanced", log_normal(4096, 20, 1), chunks=8))
+@example(SequenceLayout(4096, 4, 1, "balanced", log_normal(4096, 20, 22), chunks=8))
 @given(BALANCED)
 def test_every_rank_gets_the_same_number_of_chunks(layout: SequenceLayout) -> None:
     per_rank = 1 if layout.ring_size == 1 else layout.chunks
