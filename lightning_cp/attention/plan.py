@@ -113,10 +113,11 @@ def make_plan(
     exchange: Exchange = DEFAULT_EXCHANGE,
     max_logits: bool = False,
     request: Request | None = None,
+    varied: bool = False,
 ) -> AttentionPlan:
     """Check this rank's inputs and plan the call; moves nothing.
 
-    ``request`` is the result of ``make_request``, if already known.
+    ``request`` is the result of ``make_request``, if already known; ``varied``: see :class:`Tiles`.
 
     Raises:
         ShapeError: q, k and v do not fit each other or the layout, or slopes or sinks do not fit q.
@@ -136,7 +137,7 @@ def make_plan(
         theirs = delegate(q_BLHD, v_BLKD, layout, spec, kernel, max_logits=max_logits)
         kernel = "auto"  # not called
     platform = Platform.of_calls_on(request.device_type)
-    chosen = _select(kernel, request, tiles_of(layout), platform)
+    chosen = _select(kernel, request, tiles_of(layout, varied=varied), platform)
     sinks, negative = spec.sinks, scale < 0
     return AttentionPlan(*(mesh, heads, whole, scores, chosen, exchange), sinks, negative, theirs)
 

@@ -28,6 +28,8 @@ HARDWARE = "LIGHTNING_CP_HARDWARE"
 """The environment variable with the path of a ``hardware.json``."""
 LONG = 1024
 """Queries of a row from which tiles are long, unless documents cut it."""
+MANY_LENGTHS = 8
+"""Lengths of a run's rows up to which cuDNN may come first: PyTorch makes a plan for each, and keeps it."""
 
 _FLASH = ("flash_attn_3", "aten_cuda_flash", "flash_attn_2")
 _OTHERS = ("triton", "aten_cpu_flash", "reference")
@@ -50,10 +52,12 @@ class Tiles(NamedTuple):
     Attributes:
         packed: documents or padding cut the rows, so that tiles are many, or of many lengths.
         tokens: queries of a ring rank's row, rounded down to a power of two.
+        varied: the run's rows had more than ``MANY_LENGTHS`` lengths.
     """
 
     packed: bool
     tokens: int
+    varied: bool = False
 
 
 class Platform(NamedTuple):
@@ -101,11 +105,11 @@ class Crossover(NamedTuple):
     kernel: str
 
 
-def tiles_of(layout: SequenceLayout) -> Tiles:
-    """Return the tiles of a layout."""
+def tiles_of(layout: SequenceLayout, *, varied: bool = False) -> Tiles:
+    """Return the tiles of a layout, in a run whose lengths are ``varied`` or few."""
     packed = layout.documents is not None and not layout.documents.is_dense
     queries = layout.local_len * layout.ulysses_size
-    return Tiles(packed, 1 << queries.bit_length() - 1)
+    return Tiles(packed, 1 << queries.bit_length() - 1, varied)
 
 
 def auto_order(request: Request, tiles: Tiles | None, platform: Platform) -> Order:
@@ -137,6 +141,9 @@ def _table_order(tiles: Tiles | None, platform: Platform) -> Order:
         return Order(DEFAULT, f"the order for {gpu}, {kind or 'short tiles'}")
     if platform.deterministic:
         return Order(DEFAULT, f"the order for {gpu}, deterministic algorithms, which cuDNN lacks")
+    if tiles.varied:
+        many = f"rows of more than {MANY_LENGTHS} lengths, for each of which PyTorch keeps a cuDNN plan"
+        return Order(DEFAULT, f"the order for {gpu}, {many}")
     return Order(
         LONG_TILES.get(platform.capability[0], DEFAULT), f"the order for {gpu}, few long tiles"
     )
@@ -152,7 +159,8 @@ def _measured_order(request: Request, tiles: Tiles | None, platform: Platform) -
     mask = _mask(request, tiles)
     dtype = str(request.dtype).removeprefix("torch.")
     kind = [c for c in crossovers if c[:3] == (dtype, request.head_dim, mask)]
-    usable = [c for c in kind if not (platform.deterministic and c.kernel == "aten_cuda_cudnn")]
+    without_cudnn = platform.deterministic or tiles.varied
+    usable = [c for c in kind if not (without_cudnn and c.kernel == "aten_cuda_cudnn")]
     if not usable:
         return None
     below = [c for c in usable if c.tokens <= tiles.tokens]

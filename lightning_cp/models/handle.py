@@ -28,7 +28,7 @@ from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.batch.step_state import StepState, raise_gradient_mismatch
 from lightning_cp.comm.consensus import Facts, check_equal, gather_by_vote
 from lightning_cp.errors import ConfigError
-from lightning_cp.kernels.auto import Tiles, tiles_of
+from lightning_cp.kernels.auto import MANY_LENGTHS, Tiles, tiles_of
 from lightning_cp.kernels.protocol import Request
 from lightning_cp.layout.axes import Flat
 from lightning_cp.layout.exchange import Exchange
@@ -273,6 +273,8 @@ class SwapHandle:
         self.state: StepState | None = None
         self.requests: dict[Request, Tiles] = {}
         """Distinct kernel requests of the attention calls so far, with the tiles of the last call."""
+        self.lengths: set[int] = set()
+        """Lengths of rows so far, at most one more than ``MANY_LENGTHS``."""
         self.agreed: set[tuple[Request, str]] = set()
         """Kinds of attention calls that all ranks have agreed on."""
         self.listeners: Sequence[Listener] = ()
@@ -447,17 +449,24 @@ class SwapHandle:
 
         request = make_request(q, v, state.layout, spec, max_logits=max_logits)
         arguments = (q, k, v, self.mesh, state.layout, spec, self.kernel)
-        make = partial(make_plan, *arguments, exchange=self.exchange)
+        varied = self._is_varied(state.layout.padded_len)
+        make = partial(make_plan, *arguments, exchange=self.exchange, varied=varied)
         with_scores = partial(make_plan_with_scores, make)
         plan = with_scores if max_logits else partial(make, request=request)
         known = (request, spec.kind) in self.agreed
         made = plan() if known else self._agree_on_plan(plan, request, spec)
-        self.requests[request] = tiles_of(state.layout)
+        self.requests[request] = tiles_of(state.layout, varied=varied)
         state.plans[call] = (
             spec,
             made,
         )  # the spec keeps tensors alive, so that none takes their place
         return made
+
+    def _is_varied(self, length: int) -> bool:
+        """Count a length of rows; true once there are many."""
+        if len(self.lengths) <= MANY_LENGTHS:
+            self.lengths.add(length)
+        return len(self.lengths) > MANY_LENGTHS
 
     def _agree_on_plan(
         self, make: Callable[[], AttentionPlan], request: Request, spec: AttentionSpec

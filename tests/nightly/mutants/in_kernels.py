@@ -128,6 +128,22 @@ KERNEL_MUTANTS = (
         "Packed rows get the kernel for long tiles.",
     ),
     Mutant(
+        "rows of many lengths get cuDNN",
+        AUTO,
+        "    if tiles.varied:",
+        "    if False:",
+        ("tests/unit/kernels/test_auto.py::test_chosen_by_gpu_and_tiles",),
+        "PyTorch keeps a plan for each length.",
+    ),
+    Mutant(
+        "lengths of rows are not counted",
+        "lightning_cp/models/handle.py",
+        "return len(self.lengths) > MANY_LENGTHS",
+        "return False",
+        ("tests/unit/models/test_plans.py::test_a_run_with_rows_of_many_lengths_is_told_apart",),
+        "PyTorch keeps a cuDNN plan for each length.",
+    ),
+    Mutant(
         "a window's argument has the name of another version",
         "lightning_cp/kernels/flash_attn.py",
         'self._pairs_window = "window_size" in parameters',

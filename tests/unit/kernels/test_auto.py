@@ -23,6 +23,7 @@ CAUSAL = Request("cuda", torch.bfloat16, 128, frozenset({"full", "causal"}))
 WINDOW = replace(CAUSAL, masks=frozenset({"full", "causal", "band"}))
 WIDE = replace(CAUSAL, head_dim=256)
 LONG, SHORT, PACKED = Tiles(False, 8192), Tiles(False, 512), Tiles(True, 8192)
+VARIED = Tiles(False, 8192, varied=True)
 GPU = "Stub GPU"
 
 
@@ -61,6 +62,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
         ((9, 0), "none", replace(CAUSAL, dtype=torch.float32), LONG, "triton"),
         ((10, 0), "none", CAUSAL, LONG, "aten_cuda_cudnn"),
         ((10, 3), "3", CAUSAL, LONG, "aten_cuda_cudnn"),
+        ((9, 0), "none", CAUSAL, VARIED, "aten_cuda_flash"),
+        ((10, 0), "none", CAUSAL, VARIED, "aten_cuda_flash"),
         ((10, 0), "none", CAUSAL, PACKED, "aten_cuda_flash"),
         ((12, 0), "none", CAUSAL, LONG, "aten_cuda_flash"),
     ],
@@ -186,6 +189,7 @@ CROSSOVERS = (
         (CAUSAL, Tiles(False, 4096), "aten_cuda_cudnn"),
         (CAUSAL, LONG, "aten_cuda_cudnn"),
         (CAUSAL, PACKED, "triton"),
+        (CAUSAL, VARIED, "triton"),
         (replace(CAUSAL, masks=frozenset({"full"})), LONG, "aten_cuda_flash"),
         (WINDOW, LONG, "aten_cuda_flash"),
         (replace(CAUSAL, head_dim=64), LONG, "aten_cuda_cudnn"),
@@ -250,6 +254,11 @@ def test_tiles_of_layouts() -> None:
     assert tiles_of(SequenceLayout(4096, documents=packed)) == Tiles(True, 4096)
     padded = Documents.from_padding_mask(torch.arange(64)[None] < torch.tensor([[64], [9]]))
     assert tiles_of(SequenceLayout(64, documents=padded)) == Tiles(True, 64)
+
+
+def test_many_lengths_are_the_reason(gpu: Callable[[int, int], None]) -> None:
+    gpu(9, 0)
+    assert "rows of more than 8 lengths" in explain_kernels("auto", CAUSAL, VARIED)
 
 
 def test_every_order_has_all_kernels() -> None:

@@ -60,6 +60,18 @@ def test_calls_that_differ_in_anything_have_plans_of_their_own() -> None:
         assert not {*map(id, plans)} & {*map(id, others)}
 
 
+def test_a_run_with_rows_of_many_lengths_is_told_apart() -> None:
+    """Nine lengths, twice; no plan knows more of them than came before it."""
+    swapped = SwapHandle(mock.Mock(cp_size=1, sample_size=1))
+    x, keys, spec = CALLS["plain"]
+    with mock.patch.object(handle, "make_plan", side_effect=lambda *_, **__: object()) as made:
+        for _ in range(2):
+            for length in range(16, 16 + 4 * 9, 4):
+                swapped._plan(x, keys, keys, spec, state_of(length))
+    assert [call.kwargs["varied"] for call in made.call_args_list] == [False] * 8 + [True] * 10
+    assert all(tiles.varied for tiles in swapped.requests.values())
+
+
 def vars_of(spec: AttentionSpec) -> dict[str, Any]:
     """What it was made with."""
     return {name: getattr(spec, name) for name in AttentionSpec.__dataclass_fields__}
