@@ -113,12 +113,15 @@ def raised(source: str) -> Iterator[tuple[str, str]]:
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     for node in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
         match node:
-            case ast.Call(func=ast.Name(id=name), args=[first, *_]) if name in CLASSES:
-                message = " ".join(text_of(first, constants).split())
-                if re.search(r"\w \w", message):
-                    yield name, re.sub(r"\.{5,}", "....", message)
-            case _:
+            case ast.Call(func=ast.Name(id=name), args=[text, *_]) if name in CLASSES:
                 pass
+            case ast.Call(func=ast.Attribute(attr="refuse_if"), args=[_, text]):
+                name = "ConfigError"
+            case _:
+                continue
+        message = " ".join(text_of(text, constants).split())
+        if re.search(r"\w \w", message):
+            yield name, re.sub(r"\.{5,}", "....", message)
 
 
 def text_of(node: ast.expr, constants: Mapping[str, ast.expr]) -> str:

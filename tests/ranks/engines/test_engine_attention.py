@@ -53,7 +53,7 @@ def trained(rank: int, world_size: int, family: str, settings: Settings | None) 
     rows = [{"input_ids": row, "labels": row.roll(-1)} for row in ids]
     data = (settings or {}).get("data_parallel_size", 1)
     own = rows[rank * data // world_size :: data]
-    trainer_of(world_size, settings).fit(module, DataLoader(own, batch_size=4 // data))
+    trainer_of(world_size, settings).fit(module, DataLoader(own, batch_size=4 // data))  # type: ignore[arg-type]
     return {name: whole(p.detach()).clone() for name, p in module.named_parameters()}
 
 
