@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
     # Before triton is imported, here and in the ranks; Lightning imports it.
     os.environ["TRITON_INTERPRET"] = "1"
 
+from lightning_cp.attention import api
 from tests.helpers import pool
 from tests.helpers.pool.isolation import GC_THRESHOLD
 from tests.helpers.suites import mark_others_nightly
@@ -87,6 +88,14 @@ def _no_group_here() -> Iterator[None]:
     """Later tests would see a process group that one makes in this process; ``run_ranks(1, ...)`` has one."""
     yield
     assert not torch.distributed.is_initialized()
+
+
+@pytest.fixture(autouse=True)
+def _no_step_here() -> Iterator[None]:
+    """A step that a test leaves here ends when it is collected; later tests would be within it."""
+    yield
+    if any(ref() is not None for ref in api._steps):
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)
