@@ -189,9 +189,11 @@ def group_of(partition: torch.Tensor, backend: str | None = None) -> dist.Proces
 def _inherit_timeout(group: dist.ProcessGroup) -> None:
     """Give a group the world's timeout; PyTorch gives new groups its default, 10 minutes with NCCL."""
     world = _world()
-    if group is not world and not is_fake():
-        of_world: Any = world._get_backend(world._device_types[0]).options
-        dist.distributed_c10d._set_pg_timeout(of_world._timeout, group)
+    if group is world or is_fake():
+        return
+    options: Any = getattr(world._get_backend(world._device_types[0]), "options", None)
+    if hasattr(options, "_timeout"):  # backends of other packages may have none
+        dist.distributed_c10d._set_pg_timeout(options._timeout, group)
 
 
 @contextmanager

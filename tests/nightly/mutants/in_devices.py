@@ -277,7 +277,7 @@ DEVICE_MUTANTS = (
         "lightning_cp/randomness/token_draws.py",
         "to_device(self._tokens.positions, device)",
         "self._tokens.positions.to(device)",
-        ("tests/ranks/pretended/test_draws.py::test_positions_of_tokens_travel_without_a_wait",),
+        ("tests/unit/randomness/test_draws.py::test_positions_of_tokens_travel_without_a_wait",),
         "Right, and the first dropout of each micro-batch waits for the device.",
     ),
     Mutant(
