@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from lightning_cp.kernels.devices import pre_ampere_obstacle, window_obstacle
+from lightning_cp.kernels.devices import head_dim_obstacle, pre_ampere_obstacle, window_obstacle
 from lightning_cp.kernels.merge import Accumulator, GradientSums
 from lightning_cp.kernels.per_tile import (
     Gradients,
@@ -79,6 +79,7 @@ class AtenCudaFlash(VarlenKernel):
         max_head_dim=256,
         head_dim_multiple=8,
         one_width=True,
+        no_dim=head_dim_obstacle,
         no_bands=window_obstacle,
         obstacle=lambda: pre_ampere_obstacle("PyTorch's FlashAttention"),
     )

@@ -61,6 +61,17 @@ def window_obstacle() -> str | None:
     return f"FA4, which was activated, refuses it in backward before torch 2.12 (here: {torch.__version__})"
 
 
+FA4_HEAD_DIM = 128
+"""The largest head dim of FlashAttention-4 in all its releases and on all its GPUs."""
+
+
+def head_dim_obstacle(head_dim: int) -> str | None:
+    """Return the reason if PyTorch's FlashAttention, as it was activated, refuses a head dim."""
+    if head_dim <= FA4_HEAD_DIM or flash_implementation() != "FA4":
+        return None
+    return f"FA4, which was activated, goes up to {FA4_HEAD_DIM}"
+
+
 def has_package_part(package: str, part: str) -> bool:
     """Return True if a package is installed with a part of that name; imports neither."""
     spec = PathFinder.find_spec(package)

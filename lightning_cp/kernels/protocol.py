@@ -87,6 +87,8 @@ class Capabilities:
     """Features, as in ``Request.needs``."""
     no_packs: str = ""
     """Reason why it is not for packed rows; empty if it is."""
+    no_dim: Callable[[int], str | None] | None = None
+    """Returns the reason if a head dim within these limits cannot be used here."""
     no_bands: Callable[[], str | None] | None = None
     """Returns the reason if its band masks cannot be used here."""
     obstacle: Callable[[], str | None] | None = None
@@ -105,6 +107,8 @@ class Capabilities:
                 return f"takes head dims up to {self.max_head_dim}, not {dim}"
             if dim % self.head_dim_multiple:
                 return f"takes head dims divisible by {self.head_dim_multiple}, not {dim}"
+            if self.no_dim is not None and (reason := self.no_dim(dim)):
+                return f"takes no head dim {dim}: {reason}"
         if missing := request.masks - self.masks:
             return f"has no {join_sorted(_WORDS[mask] for mask in missing)} mask"
         if "band" in request.masks and self.no_bands is not None and (reason := self.no_bands()):

@@ -305,4 +305,15 @@ KERNEL_MUTANTS = (
         ),
         "The first backward of a model with windows raises with FA4 and torch before 2.12.",
     ),
+    Mutant(
+        "head dims that FlashAttention-4 refuses",
+        "lightning_cp/kernels/devices.py",
+        'if head_dim <= FA4_HEAD_DIM or flash_implementation() != "FA4":',
+        'if head_dim <= 256 or flash_implementation() != "FA4":',
+        (
+            "tests/unit/kernels/test_auto.py::"
+            "test_head_dims_that_flash_attention_4_refuses_are_left_to_others",
+        ),
+        "The first forward of DeepSeek's heads raises on Blackwell.",
+    ),
 )

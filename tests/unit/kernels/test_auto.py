@@ -138,6 +138,25 @@ def test_windows_are_left_to_others_where_the_activated_implementation_has_none(
     assert select_kernel("auto", band, LONG).name == "aten_cuda_flash"
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim"), [(136, None), (192, 128), (256, None), (128, 192)]
+)
+def test_head_dims_that_flash_attention_4_refuses_are_left_to_others(
+    head_dim: int,
+    value_dim: int | None,
+    gpu: Callable[[int, int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its forward asserts 8 to 128 on Blackwell, or 192 with values of 128, which are padded here."""
+    gpu(10, 0)
+    wide = replace(CAUSAL, head_dim=head_dim, value_dim=value_dim)
+    assert select_kernel("aten_cuda_flash", wide, LONG).name == "aten_cuda_flash"
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4")
+    assert select_kernel("auto", wide, LONG).name == "triton"
+    with pytest.raises(ConfigError, match=rf"takes no head dim {max(wide.dims)}: FA4, which"):
+        select_kernel("aten_cuda_flash", wide, LONG)
+
+
 def test_flash_attention_4_is_named_where_it_is_installed(
     gpu: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
