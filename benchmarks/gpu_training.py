@@ -26,6 +26,7 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from benchmarks.gpu_one_rank import ONE_RANK, kernel_calls
 from benchmarks.step_overhead import Batch, Job
@@ -102,6 +103,7 @@ class TrainingRow:
     batch: str
     """``dense`` or ``packed``, and the feature."""
     losses: tuple[float, ...]
+    """Of the steps, and of a validation after them."""
     plain: tuple[float, ...]
     """Losses of ``strategy="auto"`` with the model's attention; of packed rows, with padded documents."""
     resumed: tuple[float, ...]
@@ -142,18 +144,24 @@ def _largest_difference(ours: Sequence[float], other: Sequence[float]) -> float:
 
 
 class Module(pl.LightningModule):
-    """A Llama that records its losses."""
+    """A Llama that records its losses, and validates with a metric."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
         self.network = job.network()
         self.losses: list[torch.Tensor] = []
+        self.mean = MeanMetric()
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         """The model's own loss."""
         loss = self.network(**batch).loss
         self.losses.append(loss.detach())
         return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """The mean loss, by torchmetrics."""
+        self.mean.update(self.network(**batch).loss)
+        self.log("validated", self.mean)
 
     def configure_optimizers(self) -> Any:
         """AdamW."""
@@ -246,6 +254,7 @@ def one_rank_strategy(
 
 class _Run(NamedTuple):
     losses: tuple[float, ...]
+    """Of the steps, and of a validation after them."""
     calls: Counter[str]
     """Of the package's kernels."""
 
@@ -269,6 +278,7 @@ def _run(
         precision=precision,  # type: ignore[arg-type]
         deterministic=feature.deterministic or None,
         max_epochs=1,
+        limit_val_batches=1,
         callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
@@ -281,9 +291,12 @@ def _run(
         for block in module.network.model.layers:
             block.compile(backend="inductor" if device_type == "cuda" else "eager")
     quiet = warnings.catch_warnings(action="ignore")
-    with quiet, quiet_lightning(), feature.around(device_type), kernel_calls() as calls:
-        trainer.fit(module, rows, ckpt_path=load)
-    return _Run(tuple(float(loss) for loss in module.losses), calls)
+    with quiet, quiet_lightning(), feature.around(device_type):
+        with kernel_calls() as calls:
+            trainer.fit(module, rows, ckpt_path=load)
+        trainer.validate(module, rows)
+    losses = [*module.losses, trainer.callback_metrics["validated"]]
+    return _Run(tuple(map(float, losses)), calls)
 
 
 def one_row(job: Job) -> Loader:
@@ -336,6 +349,6 @@ def training_cells(row: TrainingRow) -> list[object]:
 
 
 TRAINING_HEAD = (
-    *("engine", "precision", "batch", "loss, first to last step"),
+    *("engine", "precision", "batch", "loss, first step to validation"),
     *("off plain Lightning", "resumed off whole", "our kernels, passes of a layer", "verdict"),
 )

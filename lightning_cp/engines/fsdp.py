@@ -29,6 +29,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_cp.checkpoint.pretrained.meta_init import initialise
 from lightning_cp.comm.reduce import broadcast_tensors
@@ -267,7 +268,7 @@ class ShardedEngine:
         for unit in [*wrap_units(module, self._settings.wrap_modules), module]:
             own = [x for x in _states(unit) if id(x) not in done and not x.is_meta]
             for x in own:
-                if x.device.type != device.type:
+                if x.device != device:
                     x.data = x.data.to(device)
             broadcast_tensors((local_part(x) for x in own), mesh.group(Flat.LOSS))
             last = unit is module  # backward needs its parameters next
@@ -277,6 +278,7 @@ class ShardedEngine:
             keep_methods(unit, users)
             unit.register_forward_pre_hook(self._before_forward, prepend=True)
             done.update(map(id, _states(unit)))
+        _move_metrics(module, device)
         assert isinstance(module, FSDPModule)
         module.set_force_sum_reduction_for_comms(True)
         if is_on_meta(module) and self._settings.pretrained is None:
@@ -430,6 +432,13 @@ class ShardedEngine:
 
     def _alive(self) -> list[FsdpGradients]:
         return [root for root in self._roots if root.module is not None]
+
+
+def _move_metrics(module: nn.Module, device: torch.device) -> None:
+    """Move the states of metrics, which are neither parameters nor buffers."""
+    for part in module.modules():
+        if isinstance(part, Metric) and part.device.type != "meta":
+            part.to(device)
 
 
 def _states(module: nn.Module) -> Iterator[torch.Tensor]:

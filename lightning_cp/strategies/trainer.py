@@ -567,9 +567,9 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         trainer = None if module is None else module._trainer
         if trainer is not None and trainer.interrupted:  # else the teardown of callbacks follows
             self.detach_callbacks(trainer)
-        whole = not self.engine.shards
-        if module is not None and (is_on_meta(module) or (whole and is_sharded(module))):
-            # Lightning would move the module to the CPU, which is impossible.
+        if module is not None and (is_on_meta(module) or is_sharded(module)):
+            # Lightning would move the module to the CPU: parts on meta cannot go, and shards are needed on
+            # their device by the next stage and by whoever gathers them.
             self._patches.replace(module, "cpu", lambda _: lambda: module)
         self._log.release()
         self.runtime.end_watch()

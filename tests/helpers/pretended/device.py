@@ -22,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
@@ -31,6 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import lightning_cp
+from lightning_cp import mesh
+from lightning_cp.comm import groups
 from tests.helpers.pretended.cuda import cuda_functions
 
 OURS = str(Path(lightning_cp.__file__).parent)
@@ -135,6 +138,8 @@ class PretendedDevice:
         """Bytes from host to device and back, by (phase, direction)."""
         self._pinned: set[int] = set()
         """Addresses of pinned memory."""
+        self._host_groups: set[str] = set()
+        """Names of groups that are gloo's on a GPU, too."""
         self._is_moving = False
         self._from_device = threading.local()
 
@@ -145,6 +150,7 @@ class PretendedDevice:
             stack.enter_context(mock.patch.object(_Current, "device", self))
             stack.enter_context(cuda_functions(self.device.index, self.note))
             stack.enter_context(_moving_modules())
+            stack.enter_context(mock.patch.object(mesh, "gloo_group", self._host_group))
             stack.enter_context(mock.patch.object(torch.Tensor, "_make_subclass", _make_subclass))
             grouped = self._grouped(torch._C._group_tensors_by_device_and_dtype)
             stack.enter_context(
@@ -179,6 +185,8 @@ class PretendedDevice:
         goes_to = kwargs.get("device")
         if name in _MEMORY:
             return _MEMORY[name](self, func, args, kwargs)
+        if name.startswith("c10d::") and name != "c10d::barrier":
+            self._check_message(name, args)
         if name.startswith("aten::") and here:
             self._check_devices(name, tensors)
             self._note_waits(name, args, kwargs)
@@ -224,7 +232,11 @@ class PretendedDevice:
         strangers = [
             x
             for x in tensors
-            if not isinstance(x, PretendedTensor) and x.dim() and x.device.type == "cpu"
+            if not isinstance(x, PretendedTensor)
+            and x.device.type == "cpu"
+            and (
+                x.dim() or (name.endswith("_") and x is tensors[0])
+            )  # a number, but not its memory
         ]
         if strangers:
             shapes = ", ".join(str(tuple(x.shape)) for x in strangers)
@@ -232,6 +244,24 @@ class PretendedDevice:
                 f"{name}: expected all tensors to be on {self.device}, got CPU tensors of shape {shapes}, "
                 f"at {_caller()[0]}"
             )
+
+    def _check_message(self, name: str, args: Any) -> None:
+        """Check that the package sends tensors of the host over groups of the host: NCCL has none of them."""
+        group = next((x for x in args if isinstance(x, torch.ScriptObject)), None)
+        tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+        if group is None or not _sends_itself():
+            return
+        known = dist.ProcessGroup.unbox(group).group_name in self._host_groups
+        if not known and any(not isinstance(x, PretendedTensor) for x in tensors):
+            raise MixedDevicesError(
+                f"{name}: a tensor of the host over a group of {self.device}, at {_caller()[0]}"
+            )
+
+    def _host_group(self, partition: torch.Tensor) -> dist.ProcessGroup:
+        """Return a group of the host, which a world of NCCL has beside its own."""
+        made = groups.group_of(partition, "gloo")
+        self._host_groups.add(made.group_name)
+        return made
 
     def _note_waits(self, name: str, args: Any, kwargs: Any) -> None:
         if name in _WAITS or (name in _NEEDS_SIZE and kwargs.get("output_size") is None):
@@ -385,11 +415,16 @@ class _PretendedFunctions(TorchFunctionMode):
             moved = self._device.move(made, self._device.device)
             return moved.requires_grad_(kwargs.get("requires_grad", False))
         if func in _MOVES and type(args[0]) in (torch.Tensor, nn.Parameter):
-            if func is torch.Tensor.cuda:
-                return self._device.move(args[0], self._device.device, *args[2:], **kwargs)
-            device = _destination(args[1:], kwargs)[0]
+            where = _to_arguments(func, args)
+            device = _destination(where, kwargs)[0]
             if device is not None and device.type == "cuda":
-                return self._device.move(*args, **kwargs)
+                return self._device.move(args[0], *where, **kwargs)
+        if func in _MOVES and type(args[0]) is DTensor and not torch.is_grad_enabled():
+            device = _destination(_to_arguments(func, args), kwargs)[0]
+            if device is not None:  # C++ takes it for one of the CPU, which stays where it is
+                part = args[0]._local_tensor
+                moved = self._device.move(part, *_to_arguments(func, args), **kwargs)
+                return args[0] if moved is part else _with_part(args[0], moved)
         found = any(isinstance(x, PretendedTensor) for x in tree_leaves((args, kwargs)))
         with self._device.computing(found and kwargs.get("device") is None):
             return func(*args, **kwargs)
@@ -453,6 +488,20 @@ def _destination(args: Any, kwargs: Any) -> tuple[Any, torch.dtype | None, bool,
     )
 
 
+def _to_arguments(func: Any, args: Any) -> tuple[Any, ...]:
+    """Arguments of ``Tensor.to`` that do what a function of ``_MOVES`` does."""
+    if func is torch.Tensor.to:
+        return tuple(args[1:])
+    if func is torch.Tensor.cpu:
+        return (torch.device("cpu"),)
+    return (current().device, *args[2:])
+
+
+def _with_part(x: DTensor, part: torch.Tensor) -> DTensor:
+    """The same sharded tensor with its part on another device."""
+    return DTensor(part, x._spec, requires_grad=x.requires_grad)
+
+
 def _pin(device: PretendedDevice, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     if isinstance(args[0], PretendedTensor):
         raise RuntimeError(
@@ -492,7 +541,7 @@ _OF_DEVICE: dict[Any, str] = {
     getattr(torch.Tensor, name).__get__: name for name in ("device", "is_cuda", "is_cpu")
 }
 _FROM_DATA = {torch.tensor, torch.as_tensor}
-_MOVES = {torch.Tensor.to, torch.Tensor.cuda}
+_MOVES = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu}
 _NEEDS_SIZE = {"aten::repeat_interleave"}
 
 
@@ -507,6 +556,20 @@ def _caller() -> tuple[str, bool]:
             return f"{shown}:{frame.f_lineno}", is_ours
         frame = frame.f_back
     return "?", False
+
+
+def _sends_itself() -> bool:
+    """True if the package calls the collective itself: DDP and collectives of objects choose a device."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(OURS):
+        name, file = frame.f_code.co_name, frame.f_code.co_filename
+        if name.endswith(("_object", "_object_list")) or "/nn/parallel/" in file:
+            return False
+        frame = frame.f_back
+    # The maxima of scores travel as the world's backend wants them.
+    return frame is not None and "/optim/" not in str(
+        frame.f_back and frame.f_back.f_code.co_filename
+    )
 
 
 def _make_subclass(
@@ -534,7 +597,7 @@ def _moving_modules() -> Iterator[None]:
         tensors = [*module.parameters(), *module.buffers()]
         goes = device is not None and any(x.is_cuda != (device.type == "cuda") for x in tensors)
         changes = any(x.dtype != dtype for x in tensors if x.is_floating_point())
-        if not goes and (dtype is None or not changes):
+        if tensors and not goes and (dtype is None or not changes):
             return module
         return own(module, *args, **kwargs)
 

@@ -48,6 +48,8 @@ MORE = {
     "resumed, fsdp": Cell("fsdp", resumes=True, optimizer="adamw"),
     "validation and predict": Cell("ddp", "ulysses", stages=True),
     "validation and predict, packed": Cell("fsdp", "hybrid", "packed", stages=True),
+    "validation and predict, zero1": Cell("zero1", "ulysses", stages=True),
+    "validation and predict, hsdp": Cell("hsdp", stages=True),
     "parity check": Cell("ddp", more=(("parity_check", "first_batch"),)),
     "parity check, fsdp": Cell("fsdp", "hybrid", more=(("parity_check", "first_batch"),)),
     "accumulation": Cell("zero1", accumulate=2),
@@ -60,7 +62,7 @@ MORE = {
 
 
 @pytest.mark.quick(
-    "whole rows", "muon with QK-clip", "activation offload", "validation and predict"
+    "whole rows", "muon with QK-clip", "activation offload", "validation and predict, zero1"
 )
 @pytest.mark.parametrize("name", MORE)
 def test_features_are_those_of_one_cpu(name: str) -> None:
