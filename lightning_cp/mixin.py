@@ -14,6 +14,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.loss.averages import RATIO_HOOK, log_token_ratio, zero_where_uncounted
 from lightning_cp.loss.sequence import Index, SequenceTokens, check_same_rows, gather_rows
 from lightning_cp.loss.terms import declared_count, divisor
+from lightning_cp.utils.tensors import to_device
 
 
 class ContextParallelMixin:
@@ -320,7 +321,7 @@ def _scalar(name: str, value: Any, device: torch.device) -> torch.Tensor:
             f"cp_log({name!r}, total, count) takes two scalars, got a value of shape {tuple(tensor.shape)} "
             f"and type {tensor.dtype}: pass sums over what this rank holds."
         )
-    return tensor.detach().to(device, torch.float64).reshape(())
+    return to_device(tensor.detach().to(torch.float64).reshape(()), device)
 
 
 def _log_options(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_cp.loss.weighting import Shares, read_shares
 from lightning_cp.utils.tensors import start_to_host, to_list
 
 
@@ -17,8 +18,8 @@ class _Flags:
 
     name: str
     where: str
-    shares: Sequence[float]
-    """Weight of each rank."""
+    shares: Shares
+    """Weight of each rank, on the host, or on the way there."""
     flags: torch.Tensor
     """bool [1 + ranks]: ranks have different values, and which of them have NaN."""
     event: torch.cuda.Event | None
@@ -34,7 +35,8 @@ class _Flags:
         if self.event is not None and not self.has_arrived:
             self.event.synchronize()
         differs, *nan = to_list(self.flags)
-        return [differs and x and y > 0 for x, y in zip(nan, self.shares, strict=True)]
+        shares = read_shares(self.shares)
+        return [differs and x and y > 0 for x, y in zip(nan, shares, strict=True)]
 
 
 class NanWarnings:
@@ -49,9 +51,7 @@ class NanWarnings:
         self._warn, self._warned = warn, warned
         self._unread: deque[_Flags] = deque()
 
-    def start(
-        self, means: Sequence[tuple[str, str, torch.Tensor]], shares: Sequence[float]
-    ) -> None:
+    def start(self, means: Sequence[tuple[str, str, torch.Tensor]], shares: Shares) -> None:
         """Start to copy the flags of means to the host; warn of those that are there.
 
         Args:
@@ -59,9 +59,12 @@ class NanWarnings:
             shares: weight of each rank.
         """
         unknown = [mean for mean in means if mean[0] not in self._warned]
-        copies, event = start_to_host({str(at): x for at, (_, _, x) in enumerate(unknown)})
-        for (name, where, _), flags in zip(unknown, copies.values(), strict=True):
-            self._unread.append(_Flags(name, where, shares, flags, event))
+        flags = {str(at): x for at, (_, _, x) in enumerate(unknown)}
+        on_device = {"shares": shares} if unknown and isinstance(shares, torch.Tensor) else {}
+        copies, event = start_to_host({**flags, **on_device})
+        on_host = copies.get("shares", shares)
+        for at, (name, where, _) in enumerate(unknown):
+            self._unread.append(_Flags(name, where, on_host, copies[str(at)], event))
         self.read(wait=False)
 
     def read(self, *, wait: bool) -> None:

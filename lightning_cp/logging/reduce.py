@@ -29,6 +29,7 @@ from lightning_cp.comm.reduce import all_sum
 from lightning_cp.layout.axes import Flat
 from lightning_cp.logging.nan import NanWarnings
 from lightning_cp.loss.averages import Options
+from lightning_cp.loss.weighting import Shares, read_shares
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.utils.tracing import profile_range
 
@@ -55,7 +56,7 @@ class Losses(Protocol):
     """Losses of a step that has several counts."""
 
     def likeness(self, value: torch.Tensor) -> torch.Tensor: ...
-    def shares_by(self, alike: torch.Tensor) -> list[float] | None: ...
+    def shares_by(self, alike: torch.Tensor) -> Shares | None: ...
 
 
 class StepRanks(Protocol):
@@ -64,7 +65,7 @@ class StepRanks(Protocol):
     @cached_property
     def mesh(self) -> ContextParallelMesh: ...
     @property
-    def shares(self) -> list[float]: ...
+    def shares(self) -> Shares: ...
     @property
     def weights_by_loss(self) -> Losses | None: ...
     @property
@@ -160,7 +161,7 @@ def equal(rows: torch.Tensor) -> torch.Tensor:
     return ((rows == rows[0]) | (rows.isnan() & rows[0].isnan())).all(0)
 
 
-def weighted_mean(rows: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
+def weighted_mean(rows: torch.Tensor, shares: Shares) -> torch.Tensor:
     """Return float64 ``[*shape]``: the mean over ranks; exactly their value where all have the same.
 
     Args:
@@ -169,7 +170,9 @@ def weighted_mean(rows: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
     """
     mean = torch.zeros_like(rows[0])
     for row, share in zip(rows, shares, strict=True):
-        if share:
+        if isinstance(share, torch.Tensor):
+            mean = mean + torch.where(share > 0, share * row, 0.0)
+        elif share:
             mean = mean + share * row
     return torch.where(equal(rows), rows[0], mean)
 
@@ -330,7 +333,7 @@ class StepLog:
         calls: list[LogCall],
         lists: list[list[Any]],
         mesh: ContextParallelMesh,
-        shares: list[float] | None,
+        shares: Shares | None,
         evidence_of: Callable[[torch.Tensor], torch.Tensor] | None,
         losses: Losses | None,
         doubted: Sequence[Mismatch],
@@ -363,15 +366,16 @@ class StepLog:
         for each in shared:
             call, row, nan = each.call, each.rows[0], each.nan
             if each.differs and shares is not None and call.kind in MEANS and not each.is_loss:
-                held = [x and y > 0 for x, y in zip(nan, shares, strict=True)]
+                held = [x and y > 0 for x, y in zip(nan, read_shares(shares), strict=True)]
                 self._nan.warn_of(call.name, call.where, held)
             if each.kind in MEANS and shares is not None:
                 own = losses.shares_by(each.rows[-1]) if losses and each.differs else shares
                 if own is None:
                     self._warn_of_counts(call)
-                call.emit = partial(call.emit, weighted_mean(row, own or shares))
+                call.emit = partial(call.emit, weighted_mean(row, shares if own is None else own))
             elif each.differs:
-                self._reduce_value(call, each.kind, row, shares)
+                weights = None if shares is None else read_shares(shares)
+                self._reduce_value(call, each.kind, row, weights)
 
     def _doubt(
         self, shared: list[_SharedCall], calls: list[LogCall], of: Sequence[Mismatch]
@@ -418,7 +422,7 @@ class StepLog:
         return found
 
     def _reduce_value(
-        self, call: LogCall, kind: Kind, row: torch.Tensor, shares: list[float] | None
+        self, call: LogCall, kind: Kind, row: torch.Tensor, shares: Sequence[float] | None
     ) -> None:
         """Combine the different values of all ranks of the group into one."""
         if kind in (Kind.LARGEST, Kind.SMALLEST):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import starmap, zip_longest
+from itertools import islice, starmap, zip_longest
 from operator import itemgetter
 from typing import Any
 
@@ -117,6 +117,8 @@ class SharedValues:
     """Compared digits of gradients in every step; joined values must be equal to the last digit."""
     is_followed: bool = False
     """True if the loss has any of these."""
+    _found: list[list[float]] | None = None
+    """The numbers of all these, on the host."""
 
     @property
     def votes(self) -> tuple[list[str], ...]:
@@ -128,14 +130,14 @@ class SharedValues:
 
         Short texts of two near values may differ by a digit: where a vote finds that, all digits decide.
         """
-        gradients = format_values(self.gradients, digits)
-        if not any(map(float, gradients)) and not float(self.weighted):
+        (weighted,), joined, gradients, value, counted, _ = self._numbers
+        if not any(gradients) and not weighted:
             gradients = []  # a loss times 0, of a rank without targets
         return (
-            format_values(self.joined, 17),
-            gradients,
-            format_values(self.value, value_digits),
-            format_values(self.counted, digits) if self.counted and float(self.weighted) else [],
+            _format(joined, 17),
+            _format(gradients, digits),
+            _format(value, value_digits),
+            _format(counted, digits) if weighted else [],
         )
 
     def factors_by(self, ratios: Iterable[float]) -> list[str]:
@@ -148,15 +150,36 @@ class SharedValues:
 
     @property
     def weighed_factors(self) -> tuple[float, list[float], float]:
-        """This rank's targets, the factors, and their rounding limit; waits for the device for tensors."""
-        weight = float(self.weighted) if self.factors else 0.0
-        tensors = [x.double().reshape(1) for x in self.factors if isinstance(x, torch.Tensor)]
-        read = iter(
-            to_list(torch.cat([x.to(tensors[0].device) for x in tensors])) if tensors else ()
-        )
-        values = [float(next(read) if isinstance(x, torch.Tensor) else x) for x in self.factors]
+        """This rank's targets, the factors, and their rounding limit; waits for the device."""
+        tensors = [x for x in self.factors if isinstance(x, torch.Tensor)]
+        (weighted,), *_, read = self._numbers
+        numbers = iter(read)
+        values = [float(next(numbers) if isinstance(x, torch.Tensor) else x) for x in self.factors]
         is_short = any(x.is_floating_point() and x.itemsize < 4 for x in tensors)
-        return weight, values, 2e-2 if is_short else 1e-5
+        return weighted, values, 2e-2 if is_short else 1e-5
+
+    @staticmethod
+    def read(losses: Sequence[SharedValues]) -> None:
+        """Copy the numbers of losses to the host; waits for the device once."""
+        kinds = [each._kinds for each in losses]
+        numbers = iter(_read([x for of_loss in kinds for kind in of_loss for x in kind]))
+        for each, of_loss in zip(losses, kinds, strict=True):
+            each._found = [[y for _ in kind for y in next(numbers)] for kind in of_loss]
+
+    @property
+    def _kinds(self) -> list[Sequence[torch.Tensor]]:
+        """The targets, joined values, gradients, values, weights, and factors that are tensors."""
+        factors = [x for x in self.factors if isinstance(x, torch.Tensor)]
+        weighted = torch.as_tensor(self.weighted, dtype=torch.float64)
+        return [[weighted], self.joined, self.gradients, self.value, self.counted, factors]
+
+    @property
+    def _numbers(self) -> list[list[float]]:
+        """The numbers of ``_kinds``; waits for the device if ``read`` has not."""
+        if self._found is None:
+            self.read([self])
+        assert self._found is not None
+        return self._found
 
 
 def _is_near(a: float, b: float, limit: float) -> bool:
@@ -164,8 +187,20 @@ def _is_near(a: float, b: float, limit: float) -> bool:
 
 
 def format_values(values: Sequence[torch.Tensor], digits: int) -> list[str]:
-    numbers = to_list(torch.cat([x.to(values[0].device) for x in values])) if values else []
+    """Return the numbers of tensors as texts; waits for the device once."""
+    return [text for numbers in _read(values) for text in _format(numbers, digits)]
+
+
+def _format(numbers: Iterable[float], digits: int) -> list[str]:
     return [f"{x:.{digits - 1}e}" for x in numbers]
+
+
+def _read(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
+    """Return the numbers of each tensor; waits for the device once."""
+    flat = [x.double().reshape(-1) for x in tensors]
+    on_device = [x for x in flat if not x.is_cpu]
+    numbers = iter(to_list(torch.cat(on_device)) if on_device else ())
+    return [x.tolist() if x.is_cpu else list(islice(numbers, len(x))) for x in flat]
 
 
 def norm_and_projection(x: torch.Tensor) -> torch.Tensor:
@@ -317,8 +352,9 @@ class TargetCounts:
     def numbers(self) -> list[Any]:
         """Values that must be equal on ranks that share a sample: numeric factors of each loss, and norms.
 
-        Waits for the device for the norms.
+        Waits for the device once, for the norms of all losses.
         """
+        SharedValues.read([each for each in self._shared if each.is_followed])
         nothing: tuple[list[str], ...] = ([], [], [], [], [])
         shared = [
             (*each.votes, each.factors_by(self._ratios)) if each.is_followed else nothing

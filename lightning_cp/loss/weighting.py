@@ -30,7 +30,7 @@ from lightning_cp.loss.terms import declared_count, has_sequence_values
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.randomness.token_draws import find_token_dims
 from lightning_cp.utils.autograd_notes import graph_nodes
-from lightning_cp.utils.tensors import to_list
+from lightning_cp.utils.tensors import to_device, to_list
 
 
 def loss_scale(valid: Sequence[int], cp_rank: int) -> float:
@@ -45,11 +45,21 @@ def declared_scale(counts: torch.Tensor, cp_rank: int, uncounted: float = 0.0) -
     return torch.where(total > 0, counts[cp_rank] * len(counts) / total, uncounted)
 
 
-def average_weights(valid: Sequence[float] | torch.Tensor) -> list[float]:
-    """Return each rank's share of the group's targets, for logged averages."""
-    numbers = to_list(valid) if isinstance(valid, torch.Tensor) else valid
-    total = sum(numbers)
-    return [number / total if total else 1.0 / len(numbers) for number in numbers]
+Shares = Sequence[float] | torch.Tensor
+"""Weights of ranks in an average, which sum to 1: numbers, or float64 [ranks] on the device."""
+
+
+def average_weights(counts: Sequence[float] | torch.Tensor) -> Shares:
+    """Return each rank's share of the group's targets, where the counts are; does not wait for a device."""
+    if isinstance(counts, torch.Tensor):
+        return torch.where(counts.sum() > 0, counts / counts.sum(), 1 / len(counts))
+    total = sum(counts)
+    return [count / total if total else 1.0 / len(counts) for count in counts]
+
+
+def read_shares(shares: Shares) -> Sequence[float]:
+    """Return shares as numbers; waits for the device where they are on it."""
+    return to_list(shares) if isinstance(shares, torch.Tensor) else shares
 
 
 def zero_loss(loss: torch.Tensor) -> torch.Tensor:
@@ -144,11 +154,8 @@ class StepLoss:
         there is one count."""
 
     @property
-    def shares(self) -> list[float]:
-        """Share of each cp rank in the group's targets: the weights of averages over ranks.
-
-        Waits for the device where targets were declared.
-        """
+    def shares(self) -> Shares:
+        """Share of each cp rank in the group's targets: the weights of averages over ranks."""
         return average_weights(self._counts)
 
     @property
@@ -170,7 +177,7 @@ class StepLoss:
         found = [_is_same(value, loss).to(value.device, torch.float64) for _, loss in self._gone]
         return torch.stack(found)
 
-    def shares_by(self, alike: torch.Tensor) -> list[float] | None:
+    def shares_by(self, alike: torch.Tensor) -> Shares | None:
         """Return the weights for the average of a value that equals a past loss on all ranks with targets.
 
         Waits for the device.
@@ -182,7 +189,7 @@ class StepLoss:
             ``None`` if no loss equals the value, and losses do not weigh ranks alike.
         """
         for (counts, _), of_ranks in reversed(list(zip(self._gone, to_list(alike.T), strict=True))):
-            shares = average_weights(counts)
+            shares = read_shares(average_weights(counts))
             if all(same or not share for same, share in zip(of_ranks, shares, strict=True)):
                 return shares
         return self.shares if self._weigh_alike is not None and self._weigh_alike else None
@@ -291,12 +298,17 @@ class StepLoss:
         ranks = mesh.cp_size * (mesh.data_size if of_window else 1)
         first = mesh.data_rank * mesh.cp_size if of_window else 0
         counts = torch.zeros(ranks, dtype=torch.float64, device=mesh.device_type)
-        counts[first + mesh.cp_rank] = count.to(counts)
+        own = counts[first + mesh.cp_rank]
+        # A number is an argument of the operator; the copy of a tensor on the host would wait.
+        own.fill_(count.item()) if count.is_cpu else own.copy_(count)
         if ranks > 1:
             counts = all_sum(counts, mesh.group(Flat.LOSS if of_window else Flat.CP))
         declared = counts[first : first + mesh.cp_size]
         if self._gone:
-            same = (_weights(declared) == _weights(self._counts).to(declared.device)).all()
+            before = average_weights(self._counts)
+            if not isinstance(before, torch.Tensor):
+                before = to_device(torch.tensor(before, dtype=torch.float64), declared.device)
+            same = (average_weights(declared) == before).all()
             self._weigh_alike = same if self._weigh_alike is None else self._weigh_alike & same
         self._declared, self.is_declared = declared, True
         if of_window:
@@ -409,12 +421,6 @@ class StepLoss:
             except NonFiniteError as refused:
                 error = refused
         raise_on_all(error, self._mesh.control_group(Flat.LOSS), what="loss")
-
-
-def _weights(counts: Sequence[float] | torch.Tensor) -> torch.Tensor:
-    """Return ``average_weights`` as float64, without waiting for the device."""
-    counts = torch.as_tensor(counts, dtype=torch.float64)
-    return torch.where(counts.sum() > 0, counts / counts.sum(), 1 / len(counts))
 
 
 def _is_same(value: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:

@@ -238,7 +238,7 @@ class Runner:
                     runtime.step.after_backward(self.model.parameters())
                 ignored, share = (
                     runtime.step.positions_ignored,
-                    runtime.step.shares[runtime.mesh.cp_rank],
+                    float(runtime.step.shares[runtime.mesh.cp_rank]),
                 )
             finally:
                 runtime.end_step()

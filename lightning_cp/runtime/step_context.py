@@ -33,7 +33,7 @@ from lightning_cp.loss.sequence import (
     gather_rows,
 )
 from lightning_cp.loss.terms import NO_COUNT, declared_count, divisor
-from lightning_cp.loss.weighting import StepLoss
+from lightning_cp.loss.weighting import Shares, StepLoss
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.models.hf.labels import check_labels_used
 from lightning_cp.randomness.token_draws import draw_per
@@ -217,7 +217,7 @@ class StepContext:
     # -- values over the ranks that share a sample -----------------------------------------------------------
 
     @property
-    def shares(self) -> list[float]:
+    def shares(self) -> Shares:
         """Each cp rank's share of the batch's targets."""
         return self.loss.shares if self.loss else [1 / self.mesh.cp_size] * self.mesh.cp_size
 
@@ -270,7 +270,8 @@ class StepContext:
         rows, alike = side_by_side([value, self.loss.likeness(value)], self.mesh)
         shares = self.loss.shares_by(alike)
         is_known = shares is not None or self.loss.awaits_loss or bool(equal(rows).all())
-        return weighted_mean(rows, shares or self.shares).to(value), is_known
+        shares = self.shares if shares is None else shares
+        return weighted_mean(rows, shares).to(value), is_known
 
     def unshard_output(self, output: Any, dims: Mapping[str, int | None]) -> Any:
         """Return an output of the step in original order and length, on every rank.

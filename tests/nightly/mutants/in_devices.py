@@ -6,6 +6,7 @@ from tests.nightly.mutants.mutant import Mutant
 
 RING = "lightning_cp/attention/ring.py"
 WAITS = "tests/ranks/pretended/test_waits.py::test_waits_of_a_micro_batch[trainer]"
+DECLARED = WAITS.replace("[trainer]", "[trainer, a mask is declared in a window]")
 CHECKED = WAITS.replace("[trainer]", "[trainer, parity check]")
 TRANSFERS = (
     "tests/ranks/pretended/test_transfers.py::test_transforms_see_whole_batches_where_they_saw_them"
@@ -17,6 +18,7 @@ REFUSALS = (
 GPU_CHECK = "tests/ranks/benchmarks/test_gpu_check.py::test_"
 GPUS = "tests/ranks/benchmarks/test_gpus.py"
 RUNS = "tests/ranks/pretended/test_training.py::test_losses_and_weights_are_those_of_one_cpu"
+FEATURES = "tests/ranks/pretended/test_training.py::test_features_are_those_of_one_cpu"
 
 ACTIVATIONS = "lightning_cp/memory/activations.py"
 OFFLOAD = "tests/unit/memory/test_offload.py::test_"
@@ -287,5 +289,63 @@ DEVICE_MUTANTS = (
         "",
         ("tests/ranks/comm/test_groups.py::test_every_group_has_the_timeout_of_the_world",),
         "The strategy's timeout= does not hold for a ring: NCCL ends it after ten minutes.",
+    ),
+    Mutant(
+        "metrics stay on the host",
+        "lightning_cp/engines/fsdp.py",
+        "        _move_metrics(module, device)\n",
+        "",
+        (f"{FEATURES}[validation and predict, zero1]",),
+        "The first update of a metric of a sharded model raises.",
+    ),
+    Mutant(
+        "shards go to the host after a stage",
+        "lightning_cp/strategies/trainer.py",
+        "is_on_meta(module) or is_sharded(module)",
+        "is_on_meta(module)",
+        (f"{FEATURES}[validation and predict, zero1]",),
+        "The next stage, and whoever gathers weights, finds shards on the host.",
+    ),
+    Mutant(
+        "shares of declared targets are read after forward",
+        "lightning_cp/loss/weighting.py",
+        "return torch.where(counts.sum() > 0, counts / counts.sum(), 1 / len(counts))",
+        "return torch.where(counts.sum() > 0, counts / counts.sum(), 1 / len(counts)).tolist()",
+        (DECLARED,),
+        "Right, and each micro-batch drains the device.",
+    ),
+    Mutant(
+        "the numbers of losses are read one by one",
+        "lightning_cp/loss/counts.py",
+        "        SharedValues.read([each for each in self._shared if each.is_followed])\n",
+        "",
+        (DECLARED,),
+        "Right, and the vote waits once for each loss of a window.",
+    ),
+    Mutant(
+        "a declared number is copied to the device",
+        "lightning_cp/loss/weighting.py",
+        "own.fill_(count.item()) if count.is_cpu else own.copy_(count)",
+        "own.copy_(count)",
+        (WAITS.replace("[trainer]", "[trainer, a number is declared]"),),
+        "Right, and each micro-batch drains the device.",
+    ),
+    Mutant(
+        "numbers of cp_log are copied from pageable memory",
+        "lightning_cp/mixin.py",
+        "return to_device(tensor.detach().to(torch.float64).reshape(()), device)",
+        "return tensor.detach().to(device, torch.float64).reshape(())",
+        (WAITS,),
+        "Right, and each micro-batch drains the device.",
+    ),
+    Mutant(
+        "weights of 0 keep NaN in a mean",
+        "lightning_cp/logging/reduce.py",
+        "mean = mean + torch.where(share > 0, share * row, 0.0)",
+        "mean = mean + share * row",
+        (
+            "tests/unit/loss/test_shares.py::test_a_rank_without_targets_adds_nothing[on the device]",
+        ),
+        "One rank without declared tokens makes the logged mean NaN.",
     ),
 )
