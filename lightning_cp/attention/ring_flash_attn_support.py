@@ -29,9 +29,7 @@ KERNELS = ("auto", "flash_attn", "flash_attn_2")
 _NAME = "exchange='ring_flash_attn'"
 DELEGATED_KERNELS = f"{_NAME}: that package computes attention, with its own kernels"
 _ALIAS = "_lightning_cp_ring_flash_attn"
-_MISSING = (
-    f"{_NAME} needs the ring-flash-attn and flash-attn packages: pip install lightning-cp[flash]"
-)
+_MISSING = f"{_NAME} needs the packages ring-flash-attn and flash-attn. Install both"
 
 
 @dataclass(frozen=True)

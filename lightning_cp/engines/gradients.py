@@ -62,7 +62,7 @@ def clip_norm(
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise NonFiniteError(
             f"the norm of the gradients is {float(norm)}, so they cannot be clipped to {max_norm}. Look for "
-            "the first loss that is not finite, or pass error_if_nonfinite=False to go on."
+            "the first loss that is not finite, or pass error_if_nonfinite=False."
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in each:

@@ -146,7 +146,7 @@ def make_plan_with_scores(make: Callable[..., AttentionPlan]) -> AttentionPlan:
         make()  # raises if the call is refused without scores too
         raise ConfigError(
             f"QK-clip wants the largest scores of every attention call: {refused} Or have them computed in "
-            "a forward pass of their own, by another kernel: QKClip(extra_pass=True)."
+            "a separate forward pass, by another kernel: QKClip(extra_pass=True)."
         ) from None
 
 

@@ -143,7 +143,7 @@ class Judge:
         return Verdict("raised", (rank,), line, note.traceback, note.is_shown)
 
     def _verdict_on(self, kind: str, ranks: Sequence[int]) -> Verdict:
-        how = {"lost": "lost", "left": "ended, and others go on,"}[kind]
+        how = {"lost": "lost", "left": "ended, while others still run,"}[kind]
         said = [f"{self._members[r].name} {how} {self._members[r].beat.place}" for r in ranks]
         why = f": {NO_MESSAGE}" if kind == "lost" else _module_calls(self._members)
         return Verdict(kind, tuple(ranks), _join_limited(said) + why)

@@ -145,7 +145,7 @@ def draw(runs: Sequence[TrainRun], found: Sequence[Deviation], picture: Path) ->
         below.plot(steps, values, lw=1, marker=".", color=color, label=deviation.run.name)
     for tolerance in sorted({deviation.tolerance for deviation in found}):
         below.axhline(tolerance, color="black", ls="--", lw=1, label=f"tolerance {tolerance:g}")
-    below.axhline(FLOOR, color="gray", ls=":", lw=1, label="usual floor 5%")
+    below.axhline(FLOOR, color="gray", ls=":", lw=1, label="usual limit 5%")
     above.set(ylabel="training loss (nats per byte)")
     below.set(xlabel="step", ylabel="relative deviation from the baseline", yscale="log")
     below.set_ylim(bottom=SMALLEST / 2)
@@ -223,11 +223,11 @@ def verdict(found: Sequence[Deviation]) -> str:
     failed = [deviation for deviation in found if not deviation.passed]
     if not failed:
         return (
-            f"pass: no loss is further than {tolerances} from its baseline (the usual floor is 5%)."
+            f"pass: no loss is further than {tolerances} from its baseline (the usual limit is 5%)."
         )
     worst = max(deviation.worst for deviation in failed)
     usual = "but within" if worst <= FLOOR else "and beyond even"
     return (
         f"FAIL: {len(failed)} of {len(found)} runs are further than {tolerances} from their baseline, "
-        f"{usual} the usual floor of 5%: {', '.join(deviation.run.name for deviation in failed)}."
+        f"{usual} the usual limit of 5%: {', '.join(deviation.run.name for deviation in failed)}."
     )

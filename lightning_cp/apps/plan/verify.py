@@ -112,7 +112,7 @@ def fake_world(sizes: Mapping[Axis, int], rank: int) -> Iterator[ContextParallel
     """
     if dist.is_initialized():
         raise ConfigError(
-            f"a fake world needs a process of its own, but this one is rank {dist.get_rank()} of a process "
+            f"a fake world needs a separate process, but this one is rank {dist.get_rank()} of a process "
             f"group of {dist.get_world_size()} ({dist.get_backend()}). Start another process for it, or "
             "call torch.distributed.destroy_process_group() first."
         )

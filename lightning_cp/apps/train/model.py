@@ -145,7 +145,7 @@ def model_on_meta(
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise ConfigError(
-            "building a model from its config.json needs transformers. Install lightning_cp[hf]."
+            "building a model from its config.json needs transformers. Install transformers."
         ) from error
     settings = read_config(config) if isinstance(config, str | Path) else dict(config)
     dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)

@@ -179,7 +179,7 @@ def check_extras(config: DictConfig) -> None:
     if target.startswith("transformers.") and find_spec("transformers") is None:
         raise ConfigError(
             f"model.network is {target}, which needs transformers, and it is not installed. "
-            "Install it with: pip install 'lightning_cp[hf]'."
+            "Install transformers."
         )
 
 

@@ -162,7 +162,7 @@ def _parts(held: Tensors, rules: Sequence[Rule]) -> dict[str, JoinedTensor]:
         if key in parts and [id(x) for x in parts[key].tensors] != [id(x) for x in made_of]:
             raise ConfigError(
                 f"{name} cannot be written as {key}, which is the name of other parameters already: one of "
-                "them would be lost. Give it a name of its own in keys."
+                "them would be lost. Give it another name in keys."
             )
         parts[key] = JoinedTensor(made_of, _dim(key, made_of, rule.dim))
     return parts

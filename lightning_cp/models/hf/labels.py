@@ -291,7 +291,7 @@ def _check_returned_loss(
     state.refuse_if(
         unlike.any(),
         f"{name} returns another loss than the mean over targets that its loss function made: it adds "
-        "something of its own, such as the loss of further heads, or of routers in another way than "
+        "a term, such as the loss of further heads, or of routers in another way than "
         "Mixtral's, which a rank would compute from its own tokens, and which is not a mean over targets. "
         f"For routers, output_router_logits=False or router_aux_loss_coef=0 works. Otherwise: {INSTEAD}",
     )

@@ -37,7 +37,7 @@ _MEANINGS = {
 _OTHER_MASK = (
     "the attention_mask that the model was given is not the batch's: what a token may see is taken from the "
     "batch before it is sharded, so a mask that is made or changed in the step would be ignored. Put "
-    "attention_mask into the batch (in the dataset or on_after_batch_transfer)."
+    "attention_mask into the batch (in the dataset or on_before_batch_transfer)."
 )
 
 _TRUE: Callable[..., Any] = lambda *args: torch.tensor(True, dtype=torch.bool)  # noqa: E731

@@ -117,5 +117,5 @@ def test_a_process_that_is_in_a_group() -> None:
     expect_on_every_rank(
         *(1, within_a_group),
         error=ConfigError,
-        match=r"a process of its own, but this one is rank 0 of a process group of 1 \(gloo\)",
+        match=r"a separate process, but this one is rank 0 of a process group of 1 \(gloo\)",
     )

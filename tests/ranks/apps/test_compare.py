@@ -48,7 +48,7 @@ def test_a_deviation_above_the_tolerance_fails_and_the_floor_is_named(
     found = compared(one, two)
     assert not found[0].passed
     told = "FAIL: 1 of 1 runs are further than 0.0001 from their baseline"
-    assert verdict(found) == f"{told}, {usual} the usual floor of 5%: two."
+    assert verdict(found) == f"{told}, {usual} the usual limit of 5%: two."
 
 
 def test_validation_losses_count_too(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every kernel of CUDA devices in every cell of dtype, head dim, heads, mask, window and documents: 576.
+"""Every kernel of CUDA devices in every cell of dtype, head dim, heads, mask, window and documents: 720.
 
 A cell agrees with the float64 oracle as far as PyTorch's CPU operator does in the same dtype (out twice its
 error in norm, gradients three times), or is refused by the kernel's own capabilities. A few more cells have
@@ -25,7 +25,7 @@ from tests.helpers.kernels.devices import OnDevice
 from tests.unit.kernels.test_triton import FULL_SIZE, norm_errors
 
 SEQ_LEN, WINDOW = 1031, 37
-NAMES = ("aten_cuda_flash", "aten_cuda_cudnn", "flash_attn_2", "triton")
+NAMES = ("aten_cuda_flash", "aten_cuda_cudnn", "flash_attn_2", "flash_attn_3", "triton")
 DTYPES = (torch.bfloat16, torch.float16)
 # Twice (gradients: three times) what PyTorch's CPU operator has in these cells, in norm.
 LIMITS = {
@@ -130,8 +130,8 @@ def test_cell(cell: Cell) -> None:
     judge(answered(OnDevice(kernel, cell.request.device_type), cell), cell)
 
 
-def test_there_are_576_cells() -> None:
-    assert len(CELLS) == len({str(cell) for cell in CELLS}) == 576
+def test_there_are_720_cells() -> None:
+    assert len(CELLS) == len({str(cell) for cell in CELLS}) == 720
 
 
 @pytest.mark.quick("aten_cpu_flash-float16-64-mqa-full-packed")

@@ -102,7 +102,7 @@ def test_who_ended_before_is_named_once_others_miss_it() -> None:
     judging.record_leave(1)
     judging.record_disconnect(1)
     judging.record_note(0, Note("RuntimeError: closed by peer", kind=BROKEN, place=AT), 1.0)
-    assert line(judging.verdict(1.1 + PATIENCE)).startswith("rank 1 ended, and others go on,")
+    assert line(judging.verdict(1.1 + PATIENCE)).startswith("rank 1 ended, while others still run,")
 
 
 def test_an_error_that_is_told_to_all_ends_nobody() -> None:
