@@ -200,7 +200,7 @@ def _read(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
     flat = [x.double().reshape(-1) for x in tensors]
     on_device = [x for x in flat if not x.is_cpu]
     numbers = iter(to_list(torch.cat(on_device)) if on_device else ())
-    return [x.tolist() if x.is_cpu else list(islice(numbers, len(x))) for x in flat]
+    return [to_list(x) if x.is_cpu else list(islice(numbers, len(x))) for x in flat]
 
 
 def norm_and_projection(x: torch.Tensor) -> torch.Tensor:

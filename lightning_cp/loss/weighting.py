@@ -305,10 +305,8 @@ class StepLoss:
             counts = all_sum(counts, mesh.group(Flat.LOSS if of_window else Flat.CP))
         declared = counts[first : first + mesh.cp_size]
         if self._gone:
-            before = average_weights(self._counts)
-            if not isinstance(before, torch.Tensor):
-                before = to_device(torch.tensor(before, dtype=torch.float64), declared.device)
-            same = (average_weights(declared) == before).all()
+            before, now = (_shares_on(declared.device, x) for x in (self._counts, declared))
+            same = (before == now).all()
             self._weigh_alike = same if self._weigh_alike is None else self._weigh_alike & same
         self._declared, self.is_declared = declared, True
         if of_window:
@@ -421,6 +419,13 @@ class StepLoss:
             except NonFiniteError as refused:
                 error = refused
         raise_on_all(error, self._mesh.control_group(Flat.LOSS), what="loss")
+
+
+def _shares_on(device: torch.device, counts: Sequence[float] | torch.Tensor) -> torch.Tensor:
+    shares = average_weights(counts)
+    if isinstance(shares, torch.Tensor):
+        return shares
+    return to_device(torch.tensor(shares, dtype=torch.float64), device)
 
 
 def _is_same(value: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
