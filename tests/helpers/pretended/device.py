@@ -246,7 +246,10 @@ class PretendedDevice:
             )
 
     def _check_message(self, name: str, args: Any) -> None:
-        """Check that the package sends tensors of the host over groups of the host: NCCL has none of them."""
+        """Check that the package sends what NCCL takes: contiguous tensors of the device and of known dtypes.
+
+        Tensors of the host travel over groups of the host.
+        """
         group = next((x for x in args if isinstance(x, torch.ScriptObject)), None)
         tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
         if group is None or not _sends_itself():
@@ -256,6 +259,9 @@ class PretendedDevice:
             raise MixedDevicesError(
                 f"{name}: a tensor of the host over a group of {self.device}, at {_caller()[0]}"
             )
+        strange = [x for x in tensors if not x.is_contiguous() or x.dtype in _NOT_OF_NCCL]
+        if not known and strange:
+            raise TypeError(f"{name}: NCCL takes no {strange[0]!r}, at {_caller()[0]}")
 
     def _host_group(self, partition: torch.Tensor) -> dist.ProcessGroup:
         """Return a group of the host, which a world of NCCL has beside its own."""
@@ -514,6 +520,14 @@ def _says_pinned(device: PretendedDevice, func: Any, args: Any, kwargs: Any) -> 
     return device.is_pinned(args[0])
 
 
+_NOT_OF_NCCL = {
+    torch.int16,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.complex64,
+    torch.complex128,
+}
 _KINDS = {PretendedTensor, torch.Tensor, nn.Parameter}
 _MEMORY: dict[str, Callable[..., Any]] = {
     "aten::is_pinned": _says_pinned,

@@ -18,6 +18,8 @@ def sums(rank: int, world_size: int) -> list[float]:
         here, there = torch.ones(1), torch.ones(1, device=device.device)
         with pytest.raises(MixedDevicesError, match="of the host over a group of cuda:"):
             all_sum(here, mesh.group(Flat.CP))
+        with pytest.raises(TypeError, match="NCCL takes no <"):
+            all_sum(there.to(torch.int16), mesh.group(Flat.CP))
         by_device = all_sum(there, mesh.group(Flat.CP))
         by_host = all_sum(here, mesh.control_group(Flat.CP))
         assert by_device.is_cuda
