@@ -18,7 +18,7 @@ SEQ_LEN, STEPS = 512, 8
 
 
 def texts() -> list[dict[str, torch.Tensor]]:
-    """Rows [4, S] of other lengths, and their classes [4]."""
+    """Rows [4, S] of different lengths, and their classes [4]."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for _ in range(STEPS):

@@ -1,6 +1,6 @@
 """A diffusion model over tokens: noise for each of them, and a level of noise for each row.
 
-Run ``python examples/diffusion.py``; ``--devices 1`` is one process, and prints the same losses. What is new:
+Run ``python examples/diffusion.py``; ``--devices 1`` is one process, and prints the same losses. New here:
 ``self.draw_whole`` draws the noise of the whole row, as one process does, and ``self.sequence_mean`` is the
 mean over it. The length (509) need not divide.
 """

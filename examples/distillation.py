@@ -1,8 +1,8 @@
 """Distillation: a student learns the probabilities of a larger teacher, at the tokens that a mask chooses.
 
 Run ``python examples/distillation.py``; ``--devices 1`` is one process, and prints the same losses. Student
-and teacher see the same part of the row. What is new is ``self.count_targets``: it says which tokens the
-mean is over, as there are no labels.
+and teacher see the same part of the row. New here: ``self.count_targets`` declares the
+tokens of the mean, as there are no labels.
 """
 
 import argparse

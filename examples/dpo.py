@@ -1,7 +1,8 @@
 """Direct preference optimisation of LoRA adapters, on rows that several processes share.
 
-``--devices 1`` is one process, and prints the same losses. Rows come in pairs: a chosen answer, and a
-rejected one. The reference is the model without its adapters. ``self.sequence_sum`` adds up a row's values.
+Run ``python examples/dpo.py``; ``--devices 1`` is one process, and prints the same losses. Rows come in
+pairs: a chosen answer, and a rejected one. The reference is the model without its adapters.
+``self.sequence_sum`` adds up the values of a row.
 """
 
 import argparse
@@ -20,7 +21,7 @@ SEQ_LEN, STEPS, BETA = 512, 8, 0.1
 
 
 def pairs() -> list[dict[str, torch.Tensor]]:
-    """Rows [2, S]: one prompt, and two answers of other lengths; the mask is true for answers."""
+    """Rows [2, S]: one prompt, and two answers of different lengths; the mask is true for answers."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for _ in range(STEPS):

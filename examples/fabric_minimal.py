@@ -1,4 +1,4 @@
-"""Context parallelism in a loop of your own: Fabric, one strategy and one line per batch.
+"""Context parallelism in your own loop: Fabric, one strategy and one line per batch.
 
 The model, the text and the losses are those of ``examples/trainer_minimal.py``. Run it with
 ``python examples/fabric_minimal.py``.

@@ -1,6 +1,6 @@
 """GRPO on answers that were sampled before: clipped ratios, advantages in a group, KL to a reference.
 
-Run ``python examples/grpo.py``; ``--devices 1`` is one process, and prints the same losses. What is new:
+Run ``python examples/grpo.py``; ``--devices 1`` is one process, and prints the same losses. New here:
 ``self.sequence_mean`` is the mean over the tokens of an answer, and ``self.gather_data`` has the rewards of
 the group's rows on all data ranks.
 """
@@ -21,7 +21,7 @@ SEQ_LEN, STEPS, GROUP, CLIP, BETA = 512, 4, 4, 0.2, 0.04
 
 
 def groups() -> list[dict[str, torch.Tensor]]:
-    """Rows [G, S] of one prompt with answers of other lengths; a reward for each row."""
+    """Rows [G, S] of one prompt with answers of different lengths; a reward for each row."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for _ in range(STEPS):

@@ -1,7 +1,7 @@
 """From a Hugging Face checkpoint and back: load, train two processes on shared sequences, export.
 
-Run ``python examples/pretrained.py CHECKPOINT NEW``: two folders, of which the second is made.
-``--devices 1`` is one process, and prints the same losses.
+Run ``python examples/pretrained.py CHECKPOINT NEW``. CHECKPOINT is an existing folder; the program creates
+NEW. ``--devices 1`` is one process, and prints the same losses.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """A reward model: the better answer of a pair has the larger value at its last token.
 
-Run ``python examples/reward.py``; ``--devices 1`` is one process, and prints the same losses. What is new is
+Run ``python examples/reward.py``; ``--devices 1`` is one process, and prints the same losses. New here:
 ``self.sequence_pick``: the values of one token of each row, whichever rank has it; -1 is the last token that
 is not padding.
 """
@@ -20,7 +20,7 @@ SEQ_LEN, STEPS = 512, 8
 
 
 def pairs() -> list[dict[str, torch.Tensor]]:
-    """Rows [2, S] of other lengths, the better one first."""
+    """Rows [2, S] of different lengths, the better one first."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for _ in range(STEPS):

@@ -1,4 +1,4 @@
-"""Context parallelism in a script of your own: one import and one word.
+"""Context parallelism in your own script: one word.
 
 A small Llama reads the source of ``argparse`` byte by byte, 2048 bytes at a time, on four processes
 that share every sequence. Run it with ``python examples/trainer_minimal.py``. The same file with
