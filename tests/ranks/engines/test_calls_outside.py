@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -201,6 +202,8 @@ class FailsOutside(Small):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         with pytest.raises(IndexError):
             self.model(PROMPT + VOCAB, torch.arange(LENGTH)[None])
+        if self.trainer.world_size > 1:
+            assert all(isinstance(x, DTensor) for x in self.parameters())  # sharded again
 
 
 class BlockFirst(Small):
