@@ -73,7 +73,7 @@ def test_the_strategy_s_keys_have_the_words_of_its_docstring() -> None:
     assert known["strategy.ring_size"] in (ContextParallelStrategy.__doc__ or "")
     assert known["data.seq_len"] == "tokens in a sequence"  # of what its docstring refers to
     assert known["trainer.log_every_n_steps"] == "How often to log within steps"  # Lightning's
-    assert known["model.optimizer.ns_steps"] == "of Newton-Schulz"  # a comment's
+    assert known["model.optimizer.ns_steps"] == "steps of Newton-Schulz"  # a comment's
 
 
 ABOUT: dict[str, dict[str, Any]] = {"doctor": HELP}
