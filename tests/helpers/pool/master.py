@@ -36,11 +36,19 @@ START_LIMIT = 180.0
 PRELOAD = (
     "pytest",
     "torch.distributed.tensor",
-    "tests.helpers.pool.compiler_rules",  # and torch._dynamo, which any optimizer imports
+    "torch._dynamo",  # which any optimizer imports
     "lightning.pytorch",
     "transformers.models.llama.modeling_llama",
     "lightning_cp.strategies.trainer",
+    "lightning_cp.strategies.trainer_checkpoints",
     "lightning_cp.strategies.fabric",
+    "lightning_cp.runtime.model_binding",
+    "lightning_cp.engines.fsdp",
+    "lightning_cp.engines.tensor_parallel",
+    "lightning_cp.checkpoint.pretrained.load",
+    "lightning_cp.parity.check",
+    "lightning_cp.parity.runner",
+    "tests.helpers.pool.shared",
 )
 """Imported once, in the fork server; what is not installed is passed over."""
 

@@ -84,11 +84,14 @@ class Reply:
 
 def serve(rank: int, requests: Connection, alive: Connection, log: str, stacks: str) -> None:
     """Answer requests until the parent is gone. Runs in the worker process."""
+    from tests.helpers.pool.shared import share  # the fork server has it, the parent need not
+
     _detach(log, stacks)
     threading.Thread(target=die_with_parent, args=(alive,), daemon=True).start()
     torch.set_num_threads(1)
     os.environ[SWITCH] = "0"  # the pool sees to ranks that hang, and outlives their errors
     gc.set_threshold(*GC_THRESHOLD)
+    share()
     gc.freeze()  # what the fork server imported is never garbage; this keeps collections short
     worker = _Worker(rank)
     requests.send_bytes(pickle.dumps(Reply(ok=True)))
@@ -140,6 +143,7 @@ class _Worker:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.group: dist.ProcessGroup | None = None
+        self.failed = False
 
     def answer(self, request: Request) -> Reply:
         try:
@@ -150,6 +154,7 @@ class _Worker:
             else:
                 value = self._regroup(request)
         except BaseException as error:
+            self.failed = True
             return Reply(
                 ok=False,
                 error=_pickled_error(error),
@@ -162,7 +167,9 @@ class _Worker:
 
     def _regroup(self, request: Regroup) -> bytes:
         self.group = None
-        gc.collect()  # a case that failed left cycles: its frames and its error
+        if self.failed:
+            gc.collect()  # the case left cycles: its frames and its error
+            self.failed = False
         if dist.is_initialized():
             dist.destroy_process_group()
         if request.world_size:

@@ -139,7 +139,7 @@ def finish(runtime: ContextParallelRuntime, model: Any, loss: Any, world_size: i
     ids = current.unshard(current.part.batch["input_ids"], 1)
     gradients = {name: x.clone() for name, x in mean_gradients(model, world_size).items()}
     model.zero_grad()
-    return float(current.average(loss.detach())), sum(current.shares), ids, gradients
+    return float(current.average(loss.detach())), float(sum(current.shares)), ids, gradients
 
 
 def two_steps(rank: int, world_size: int, early: bool, ulysses: int) -> list[Values]:
