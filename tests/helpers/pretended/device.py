@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 import lightning_cp
 from lightning_cp import mesh
@@ -180,7 +180,7 @@ class PretendedDevice:
             MixedDevicesError: of tensors of both devices.
         """
         name = func._schema.name
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        tensors = [x for x in _leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         here = [x for x in tensors if isinstance(x, PretendedTensor)]
         goes_to = kwargs.get("device")
         if name in _MEMORY:
@@ -211,7 +211,7 @@ class PretendedDevice:
             wrapped[id(plain)] = x
             return plain
 
-        plain_args, plain_kwargs = tree_map(unwrap, (args, kwargs))
+        plain_args, plain_kwargs = _map_leaves(unwrap, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
         if pins:
             self.pin(result)
@@ -224,7 +224,7 @@ class PretendedDevice:
             is_input = any(x is one for one in tensors)
             return PretendedTensor(x) if on_device and not is_input else x
 
-        return tree_map(wrap, result)
+        return _map_leaves(wrap, result)
 
     def _check_devices(self, name: str, tensors: list[torch.Tensor]) -> None:
         if name in _COPIES:
@@ -251,7 +251,7 @@ class PretendedDevice:
         Tensors of the host travel over groups of the host.
         """
         group = next((x for x in args if isinstance(x, torch.ScriptObject)), None)
-        tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+        tensors = [x for x in _leaves(args) if isinstance(x, torch.Tensor)]
         if group is None or not _sends_itself():
             return
         known = dist.ProcessGroup.unbox(group).group_name in self._host_groups
@@ -390,8 +390,7 @@ class _PretendedOperators(TorchDispatchMode):
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
-        if any(isinstance(x, FakeTensor) for x in tensors):
+        if any(isinstance(x, FakeTensor) for x in _leaves((args, kwargs))):
             return func(*args, **(kwargs or {}))  # shapes alone are computed
         if any(kind not in _KINDS for kind in types):
             return NotImplemented  # a DTensor, whose own operators come here
@@ -431,7 +430,7 @@ class _PretendedFunctions(TorchFunctionMode):
                 part = args[0]._local_tensor
                 moved = self._device.move(part, *_to_arguments(func, args), **kwargs)
                 return args[0] if moved is part else _with_part(args[0], moved)
-        found = any(isinstance(x, PretendedTensor) for x in tree_leaves((args, kwargs)))
+        found = any(isinstance(x, PretendedTensor) for x in _leaves((args, kwargs)))
         with self._device.computing(found and kwargs.get("device") is None):
             return func(*args, **kwargs)
 
@@ -463,6 +462,27 @@ def memory_of(x: torch.Tensor) -> torch.Tensor:
     """The plain CPU tensor that shares the memory of a pretended one, as it is now."""
     plain = torch.empty(0, dtype=x.dtype)
     return plain.set_(x.untyped_storage(), x.storage_offset(), x.size(), x.stride())
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """As PyTorch's ``tree_leaves``, of sequences and dicts alone, in a fraction of its time."""
+    if isinstance(tree, (tuple, list)):
+        for part in tree:
+            yield from _leaves(part)
+    elif isinstance(tree, dict):
+        yield from _leaves(tuple(tree.values()))
+    else:
+        yield tree
+
+
+def _map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """As PyTorch's ``tree_map``, in a fraction of its time for plain sequences and dicts."""
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return kind([_map_leaves(function, part) for part in tree])
+    if kind is dict:
+        return {name: _map_leaves(function, part) for name, part in tree.items()}
+    return tree_map(function, tree) if isinstance(tree, (tuple, list, dict)) else function(tree)
 
 
 def _is_cuda(device: Any) -> bool:

@@ -142,8 +142,10 @@ RIGHT = (
 )
 
 
+@pytest.mark.quick("oracle, ring *", FABRIC, CLIP, "*zigzag_llama3*", MIXED, *OFFLOADS)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_line_passes(name: str) -> None:
+    """The others of the short list are rehearsed by ``.ci/run``."""
     for said in verdicts(name, nullcontext):
         assert not said.startswith("wrong"), said
         assert any(character.isdigit() for character in said)

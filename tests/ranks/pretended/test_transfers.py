@@ -142,6 +142,7 @@ def train(
     return losses, module.seen, module.step, device.copied["fit", "to device"]
 
 
+@pytest.mark.quick("plain-", "after-cuda", "data-cuda", "on device-")
 @pytest.mark.parametrize(
     ("kind", "device"),
     [

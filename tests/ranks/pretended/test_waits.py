@@ -155,11 +155,8 @@ def waits_by_file(outcome: Outcome, phase: str) -> dict[str, int]:
 
 @pytest.mark.quick(
     "trainer",
-    "trainer, later",
-    "trainer, whole rows",
     "trainer, a number is declared",
     "trainer, a mask is declared in a window",
-    "transformers",
     "transformers, padded",
     "one rank",
     "fabric, accumulation",
