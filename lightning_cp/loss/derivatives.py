@@ -19,14 +19,16 @@ from lightning_cp.loss.terms import (
     OPAQUE,
     count_of,
     inputs_of,
+    is_of_sequence,
     is_shared,
+    is_whole,
     operator_of,
     producing_edge,
     reduces_by_mean,
     sources_of,
 )
 from lightning_cp.randomness.token_draws import find_token_dims
-from lightning_cp.utils.autograd_notes import Count, Origin, origin_of
+from lightning_cp.utils.autograd_notes import Count, origin_of
 
 _GATHER = "_AllGather"
 """Node of ``all_gather``, whose backward is a collective."""
@@ -184,11 +186,12 @@ def token_sums(loss: torch.Tensor, rows: int, local_len: int) -> TokenSums:
             continue
         of_tokens[node] = False
         count = count_of(node, operator_of(node), origin_of(node))
-        if count is not None:
-            found.nodes.append(node)
-            found.sizes.append(count)
-        elif origin_of(node) is Origin.SEQUENCE or hasattr(node, "variable"):
+        if is_whole(node) or hasattr(node, "variable"):
             continue
+        if count is not None:
+            if not is_of_sequence(inputs_of(node)):
+                found.nodes.append(node)
+                found.sizes.append(count)
         elif _is_closed(node):
             found.is_complete = False
         elif prod(shape) > rows * local_len or find_token_dims(shape, rows, local_len) is not None:

@@ -25,7 +25,7 @@ from lightning_cp.comm.reduce import all_sum
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.layout.documents import Intervals
-from lightning_cp.utils.autograd_notes import Origin, note_origin
+from lightning_cp.utils.autograd_notes import note_sequence
 from lightning_cp.utils.tensors import to_device, to_list
 
 Index = int | Sequence[int] | torch.Tensor
@@ -64,9 +64,7 @@ class PartialSums:
         whole = self.own
         if group is not None and group.size() > 1:
             whole = cast("torch.Tensor", _SumOverRanks.apply(whole, group))  # pyright: ignore[reportUnknownMemberType]
-        result = self.finish(whole)
-        note_origin(result, Origin.SEQUENCE)
-        return result
+        return note_sequence(self.finish(whole))
 
 
 @dataclass(frozen=True, eq=False)

@@ -63,11 +63,11 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
         sources, operator, origin = sources_of(node), operator_of(node), origin_of(node)
         count = count_of(node, operator, origin)
         if count is not None:
-            if _is_of_sequence(sources):
+            if is_of_sequence(sources):
                 shared.append(node)
             else:
                 counts.append(count)
-        elif origin is Origin.SEQUENCE:
+        elif is_whole(node):
             shared.append(node)
         elif operator in LINEAR:
             linear.append(node)
@@ -82,7 +82,7 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
             of_sequence = [x for x in (sources if factors else [node]) if x not in factors]
             if factors:
                 linear.append(node)
-                has_products |= bool(of_sequence) and _is_of_sequence(of_sequence)
+                has_products |= bool(of_sequence) and is_of_sequence(of_sequence)
             shared += of_sequence
             if factors or not _is_of_parameters(node):
                 constants = _constants(node)
@@ -97,7 +97,7 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
     if not shared:
         return LossTerms(counts, own_factor, numbers, other_terms)
     numbers += _numbers_within(shared)
-    gathered = tuple(x for x in graph_nodes(shared, inputs_of) if origin_of(x) is Origin.SEQUENCE)
+    gathered = tuple(x for x in graph_nodes(shared, inputs_of) if is_whole(x))
     between = frozenset((*linear, *graph_nodes(shared, inputs_of)))
     joined = _joined_values(shared)
     return LossTerms(
@@ -114,11 +114,11 @@ def ignores_label(loss: torch.Tensor, label: int) -> bool:
 def has_sequence_values(loss: torch.Tensor) -> bool:
     """True if a loss is computed from values of whole sequences, among others; reads down to attention."""
     nodes = graph_nodes([loss.grad_fn], _sources_above_attention)
-    return any(origin_of(node) is Origin.SEQUENCE for node in nodes)
+    return any(is_whole(node) for node in nodes)
 
 
 def _sources_above_attention(node: Any) -> list[Any]:
-    return [] if origin_of(node) is Origin.TOKENS else sources_of(node)
+    return [] if origin_of(node) is Origin.TOKENS else inputs_of(node)
 
 
 class LossFactors(NamedTuple):
@@ -234,7 +234,11 @@ def _wide_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def sources_of(node: Any) -> list[Any]:
-    """Return the nodes that computed the inputs of this one."""
+    """Return the nodes that computed the inputs of this one; values of frozen layers count as numbers do."""
+    return [x for x in _all_sources(node) if origin_of(x) is not Origin.FROZEN]
+
+
+def _all_sources(node: Any) -> list[Any]:
     found: list[Any] = []
     for source, number in node.next_functions:
         if source is not None and source.name() in _IDENTITIES:
@@ -298,7 +302,10 @@ def _is_number(x: torch.Tensor | float) -> bool:
 
 
 def _is_single(x: torch.Tensor | float) -> bool:
-    return not isinstance(x, torch.Tensor) or (x.numel() == 1 and not x.requires_grad)
+    if not isinstance(x, torch.Tensor):
+        return True
+    is_frozen = x.grad_fn is not None and origin_of(x.grad_fn) is Origin.FROZEN
+    return x.numel() == 1 and (is_frozen or not x.requires_grad)
 
 
 def _factor_of(x: torch.Tensor | float) -> torch.Tensor | float:
@@ -324,16 +331,22 @@ def is_shared(node: Any) -> bool:
     """True if the value is equal on all ranks: made of whole sequences and parameters only."""
     if _is_of_parameters(node):
         return True
-    if not _is_of_sequence([node]):
+    if not is_of_sequence([node]):
         return False
     whole = _made_of_sequence(node)
     besides = {source for each in whole for source in inputs_of(each)} - whole
     return all(map(_is_of_parameters, besides))
 
 
+def is_whole(node: Any) -> bool:
+    """True for the node of a value of whole sequences, which ``sequence_*`` or ``unshard`` returned."""
+    origin = origin_of(node)
+    return origin is Origin.SEQUENCE or origin is Origin.FROZEN
+
+
 def inputs_of(node: Any) -> list[Any]:
-    """Return the sources of a node; none for a value of ``unshard``."""
-    return [] if origin_of(node) is Origin.SEQUENCE else sources_of(node)
+    """Return all sources of a node; none for a value of whole sequences."""
+    return [] if is_whole(node) else _all_sources(node)
 
 
 def _made_of_sequence(node: Any) -> set[Any]:
@@ -346,7 +359,7 @@ def _made_of_sequence(node: Any) -> set[Any]:
             if source not in users:
                 ahead.append(source)
             users.setdefault(source, []).append(user)
-    found = {each for each in users if origin_of(each) is Origin.SEQUENCE}
+    found = {each for each in users if is_whole(each)}
     ahead = list(found)
     while ahead:
         more = [user for user in users[ahead.pop()] if user not in found]
@@ -423,7 +436,7 @@ def _joins_another(node: Any) -> bool:
     return operator_of(node) not in ("Add", "Sub") or own != other or not own
 
 
-def _is_of_sequence(nodes: Iterable[Any]) -> bool:
+def is_of_sequence(nodes: Iterable[Any]) -> bool:
     """True if nodes depend on ``unshard``, and not on a rank's own tokens in another way.
 
     It reads every node above attention, so it calls no function of ours at each of them.
@@ -440,7 +453,7 @@ def _is_of_sequence(nodes: Iterable[Any]) -> bool:
             ahead.append(node.next_functions[number])
             continue
         seen.add(node)
-        if origin is Origin.SEQUENCE:
+        if origin is Origin.SEQUENCE or origin is Origin.FROZEN:
             found = True
         elif origin is Origin.TOKENS or name in OPAQUE:
             return False

@@ -17,6 +17,7 @@ class Origin(Enum):
 
     SEQUENCE = "unshard: the whole sequence, on every rank"
     """Its backward is summed over ranks."""
+    FROZEN = "the same, without a gradient to what computed it"
     TOKENS = "attention: a rank's own tokens"
 
 
@@ -29,6 +30,20 @@ def note_origin(x: torch.Tensor, origin: Origin | Count) -> None:
     if x.grad_fn is not None:
         node: Any = x.grad_fn
         node.metadata[NOTE] = origin
+
+
+def note_sequence(x: torch.Tensor) -> torch.Tensor:
+    """Return a value of whole sequences with the note of its origin.
+
+    One without a gradient, of frozen layers, gets a node of its own where gradients are recorded: otherwise
+    the graph of a head behind it would not show what it is computed from.
+    """
+    if x.grad_fn is not None:
+        note_origin(x, Origin.SEQUENCE)
+    elif torch.is_grad_enabled() and x.is_floating_point():
+        x = x.detach().requires_grad_().clone()
+        note_origin(x, Origin.FROZEN)
+    return x
 
 
 def origin_of(node: Any) -> Origin | Count | None:

@@ -22,6 +22,7 @@ STEP = "lightning_cp/runtime/step_context.py"
 UNIT = "tests/unit/loss/test_sequence.py::test_"
 VALUES = "tests/ranks/loss/test_sequence.py::test_"
 LOOPS = "tests/ranks/loss/test_sequence_losses.py::test_"
+ROW_CLASSES = "tests/ranks/loss/test_row_classes.py::test_weights_are_those_of_one_process"
 HEADS = "tests/ranks/models/test_row_heads.py::test_a_head_takes_its_token_from_any_rank"
 ROUTERS = "tests/ranks/models/test_router_loss.py::test_it_is_one_process_s"
 UNSHARD = "tests/ranks/loss/test_unshard.py::test_"
@@ -294,6 +295,22 @@ LOSS_MUTANTS = (
         "weights = to_device(torch.ones_like(real), gate_logits[0].device).repeat(rows)",
         (ROUTERS,),
         "Experts are balanced with tokens that one process does not have.",
+    ),
+    Mutant(
+        "what frozen layers computed has no origin",
+        "lightning_cp/utils/autograd_notes.py",
+        "elif torch.is_grad_enabled() and x.is_floating_point():",
+        "elif not torch.is_grad_enabled():",
+        (f"{ROW_CLASSES}[3-settings1-none-Frozen]",),
+        "A head behind frozen layers is refused.",
+    ),
+    Mutant(
+        "classes of rows are a mean over tokens",
+        "lightning_cp/loss/derivatives.py",
+        "if not is_of_sequence(inputs_of(node)):",
+        "if is_shared(node) or not is_shared(node):",
+        (f"{ROW_CLASSES}[3-settings1-none-Mixed]",),
+        "A mean over tokens and a classifier of rows are refused together.",
     ),
 )
 """All seeded mutants of losses."""

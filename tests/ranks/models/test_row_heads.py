@@ -27,6 +27,7 @@ from tests.helpers.strategies.small import (
     ULYSSES,
     Settings,
     alone,
+    close,
     whole,
 )
 
@@ -100,6 +101,7 @@ def trained(
     sides: str,
     *,
     embeds: bool = False,
+    frozen: bool = False,
     **more: Any,
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     torch.manual_seed(3)
@@ -112,8 +114,10 @@ def trained(
     made = make(
         name, Case(), num_labels=1 if kind == "numbers" else 3, **{**MODELS[name], **more}
     ).double()
+    made.base_model.requires_grad_(not frozen)
+    trained = [p for p in made.parameters() if p.requires_grad]
     model: Any
-    model, optimizer = fabric.setup(made, torch.optim.SGD(made.parameters(), lr=0.1))
+    model, optimizer = fabric.setup(made, torch.optim.SGD(trained, lr=0.1))
     loader: Any = fabric.setup_dataloaders(
         torch.utils.data.DataLoader(batches(kind, sides), batch_size=None),  # type: ignore[arg-type]
         use_distributed_sampler=False,
@@ -173,6 +177,16 @@ def test_kinds_of_labels_and_padding(
         )
     else:
         check(ranks, settings, name, kind, sides)
+
+
+@pytest.mark.parametrize(
+    "name", ["BertForSequenceClassification", "LlamaForSequenceClassification"]
+)
+def test_a_head_behind_a_frozen_model(name: str) -> None:
+    """No gradient reaches the token that it takes."""
+    (want,) = run_ranks(1, trained, None, name, "classes", "right", frozen=True)
+    for got in run_ranks(3, trained, RING3, name, "classes", "right", frozen=True):
+        close(got, want)
 
 
 def test_a_value_at_padding_is_refused_by_name() -> None:

@@ -129,6 +129,10 @@ SUMS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[Any]]] = {
     "targets": (lambda x: F.cross_entropy(x, torch.tensor([1, -100, 2])), [3.0]),
     "squares": (lambda x: F.mse_loss(x, raw(9)), [0.5]),
     "parameters": (lambda x: x.sum() / 6 + WEIGHT.square().sum(), [1.0]),
+    "classes of rows": (
+        lambda x: x.sum() / 6 + F.cross_entropy(noted(x * 2), torch.tensor([1, 0, 2])),
+        [1.0],
+    ),
     "whole rows": (lambda x: x.sum() / 6 + noted(x * 2).sum(1).square().mean(), [1.0]),
 }
 
