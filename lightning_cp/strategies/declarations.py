@@ -74,8 +74,9 @@ def collect_undeclared(
     check_no_mixing(model, unswapped_hf_models(model, options.get("modules")))
     errors = [first]
     key = options.get("label_key") or settings.label_key
+    declared = options.get("labels") or settings.labels
     try:
-        resolve_labels(model, options.get("labels") or settings.labels, required=needs_labels)
+        resolve_labels(model, declared, required=needs_labels)
     except UndeclaredError as error:
         errors.append(error)
     if batch is None:
@@ -85,7 +86,8 @@ def collect_undeclared(
         return UndeclaredError([one_a_row], {})
     try:
         dims = settings.with_sequence_dims(options.get("sequence_dims") or {}).sequence_dims
-        rules = BatchRules(dims, key, reads_masks=bool(hf_models(model)))
+        kind = "none" if declared == "none" else "ignore"
+        rules = BatchRules(dims, key, kind, reads_masks=bool(hf_models(model)))
         read_batch(batch, rules, needs_labels=needs_labels)
     except UndeclaredError as error:
         errors.append(error)

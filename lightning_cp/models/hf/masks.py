@@ -40,6 +40,12 @@ _OTHER_MASK = (
     "attention_mask into the batch (in the dataset or on_before_batch_transfer)."
 )
 
+_OTHER_ROWS = (
+    "the model was given an attention_mask of {} rows in a step whose batch has {}: what a token may see is "
+    "taken from the rows of the batch, in their order. Call the model with all of them, and take rows of its "
+    "output; or shard a batch of these rows alone."
+)
+
 _TRUE: Callable[..., Any] = lambda *args: torch.tensor(True, dtype=torch.bool)  # noqa: E731
 
 
@@ -55,7 +61,7 @@ def check_padding(
         causal: no token sees padding behind its row, so the mask may be missing.
 
     Raises:
-        ConfigError: the layout treats other tokens as padding than the model would.
+        ConfigError: the layout treats other tokens as padding than the model would; a mask of other rows.
     """
     layout = state.layout
     if mask is None:
@@ -69,6 +75,8 @@ def check_padding(
     if state.tokens is None:
         state.tokens = to_device(_token_flags(layout, cp_rank), mask.device)
     real, kept = state.tokens
+    if len(mask) != len(kept) and 1 not in (len(mask), len(kept)):
+        raise ConfigError(_OTHER_ROWS.format(len(mask), len(kept)))
     state.refuse_if(((mask.bool() != kept) & real).any(), _OTHER_MASK)
 
 

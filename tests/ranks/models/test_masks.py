@@ -215,6 +215,14 @@ def test_padding_that_is_not_the_batchs_is_refused(documents: Documents | None) 
         make_mask(documents, [[1, 1, 1, 1, 1, 1, 0, 0]])
 
 
+def test_a_mask_of_some_rows_is_refused() -> None:
+    rows = Documents.from_padding_mask(torch.tensor([[1] * 8, [1] * 7 + [0], [1] * 8]))
+    with pytest.raises(
+        ConfigError, match="an attention_mask of 2 rows in a step whose batch has 3"
+    ):
+        make_mask(rows, [[1] * 8, [1] * 7 + [0]])
+
+
 @pytest.mark.parametrize(("documents", "causal"), [(LEFT, True), (LEFT, False), (RIGHT, False)])
 def test_padding_that_the_model_was_not_told_is_refused(documents: Documents, causal: bool) -> None:
     with pytest.raises(ConfigError, match="with padding, but the model was called without it"):

@@ -140,6 +140,28 @@ def test_fabric_asks_at_once() -> None:
         assert pasted(message) == {"num_heads": 4, "labels": "aligned", "sequence_dims": dims}
 
 
+def shard_without_labels(rank: int, world_size: int) -> str:
+    plugins: list[Any] = [PoolEnvironment()]
+    strategy = Fabrics(num_heads=4, labels="none")
+    fabric: Any = L.Fabric(
+        accelerator="cpu", devices=world_size, strategy=strategy, plugins=plugins
+    )
+    fabric.launch()
+    module = Silent()
+    fabric.setup(module, module.configure_optimizers())
+    with pytest.raises(UndeclaredError) as raised:
+        strategy.shard_batch(
+            {"input_ids": samples(1)[0]["input_ids"][None], "targets": torch.zeros(1, LENGTH)}
+        )
+    return str(raised.value)
+
+
+def test_fabric_asks_for_no_labels_where_there_are_none() -> None:
+    for said in run_ranks(2, shard_without_labels):
+        assert pasted(said) == {"num_heads": 4, "labels": "none", "sequence_dims": {"targets": 1}}
+        assert "needs the labels" not in said
+
+
 def test_it_is_a_config_error() -> None:
     assert issubclass(UndeclaredError, ConfigError)
 
