@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from lightning_cp import error_display as console
+from lightning_cp import error_display
 
 
 class LightningCPError(Exception):
@@ -18,7 +18,7 @@ class LightningCPError(Exception):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        console.install(LightningCPError)
+        error_display.install(LightningCPError)
 
 
 class ConfigError(LightningCPError, ValueError):

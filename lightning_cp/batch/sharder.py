@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from lightning_cp import error_display as console
+from lightning_cp import error_display
 from lightning_cp.batch.documents import DeclaredDocuments, documents_of, padding_mask_of
 from lightning_cp.batch.read import WholeBatch, read_batch
 from lightning_cp.batch.rules import (
@@ -385,7 +385,9 @@ def shard_batch_checked(
     assert choice is not None
     layout = choice.layout
     if not facts["targets"]:
-        console.warn("a batch has no valid label at all: a mean over its labels adds nothing.")
+        error_display.warn(
+            "a batch has no valid label at all: a mean over its labels adds nothing."
+        )
     part = shard_batch(whole, layout, mesh.cp_rank, rules, valid, device)
     told = choice if rule.kind == "auto" else None
     facts_of_positions = batch_position_info(whole, layout)
@@ -455,8 +457,8 @@ def _agree_on_batch(
         total = total_with([])
     if total is None:
         raise BatchMismatchError(
-            "batch: the ranks' votes differ, and nothing that they said does. Please report it, with the "
-            "shapes of the batch of every rank."
+            "the ranks disagree about the batch, but the facts that they compared are equal. Please report "
+            "this, with the shapes of the batch of every rank."
         )
     return total // _EMPTY // of, total % _EMPTY
 

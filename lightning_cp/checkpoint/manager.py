@@ -12,7 +12,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from torch import nn
 
-from lightning_cp import error_display as console
+from lightning_cp import error_display
 from lightning_cp.checkpoint.atomic import (
     display_path,
     local_path,
@@ -241,7 +241,7 @@ class CheckpointManager:
         """Warn on the first rank, once per subject or, without one, per text."""
         if (about or text) not in self._warned:
             self._warned.add(about or text)
-            rank_zero_only(console.warn)(text)
+            rank_zero_only(error_display.warn)(text)
 
 
 def checked_io(io: Any, form: str) -> Any:

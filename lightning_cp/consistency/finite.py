@@ -3,7 +3,7 @@
 When gradients have their final size, and before they are clipped (``clamp`` turns an infinite one into a
 large number) or used, each rank tests its losses and gradients; then all vote. That is one pass over the
 gradients and one sum of two numbers per step. The sum also carries requests of ranks (to stop at this step,
-see ``signals``), so that all receive them at the same step.
+see ``launch.preemption``), so that all receive them at the same step.
 
 The norms of the gradients take one fused pass: a non-finite gradient has no finite norm. The reverse may be
 false, as squares of large numbers overflow, so then every gradient is tested.

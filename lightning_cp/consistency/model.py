@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_cp import error_display as console
+from lightning_cp import error_display
 from lightning_cp.comm.consensus import World, stable_hash
 from lightning_cp.consistency.settings import differences, value_text, values_by_rank
 from lightning_cp.errors import ConfigError
@@ -150,7 +150,7 @@ class ChangedState:
                     self._warned.add(name)
                     if dist.get_rank() == first:
                         rank, (norm, other) = apart
-                        console.warn(_DIFFERENT_STATE.format(name, norm, first, other, rank))
+                        error_display.warn(_DIFFERENT_STATE.format(name, norm, first, other, rank))
 
 
 def _whole_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -196,8 +196,9 @@ def raise_setting_mismatch(step: int, optimizer: Optimizer, group: dist.ProcessG
     every = gather_objects(dict(settings_of(optimizer)), group)
     found = next(differences(every), "settings")
     raise ConfigError(
-        f"step {step}: the optimizers of ranks have different {found}. All ranks train one model, so they "
-        "have to step by the same. A scheduler that follows a value (ReduceLROnPlateau) needs one that all "
-        "ranks share: log it with sync_dist=True, or average it over ranks before it is given to step(). No "
-        "rank has taken this step; what is set between clipping and a step is seen at the next one."
+        f"step {step}: the optimizers of ranks have different {found}. Give the optimizers of all ranks "
+        "equal settings: they train one model. A scheduler that follows a value (ReduceLROnPlateau) needs "
+        "one that all ranks share: log it with sync_dist=True, or average it over ranks before it is given "
+        "to step(). No rank has taken this step; what is set between clipping and a step is seen at the next "
+        "one."
     )

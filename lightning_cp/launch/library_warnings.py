@@ -17,7 +17,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_cp import error_display as console
+from lightning_cp import error_display
 
 _PYTHON_S: Any = getattr(warnings, "_showwarning_orig", None)
 """Python's default ``warnings.showwarning``."""
@@ -40,7 +40,7 @@ class LibraryWarnings(logging.Filter):
 
     def hide(self) -> None:
         """Hide warnings; called again, include handlers of modules imported since."""
-        if console.is_full():
+        if error_display.is_full():
             return
         for handler in _terminal_handlers():
             if self not in handler.filters:
@@ -86,7 +86,7 @@ class LibraryWarnings(logging.Filter):
     @override
     def filter(self, record: logging.LogRecord) -> bool:
         """Drop warnings of libraries; lower levels were requested by the user, higher ones are errors."""
-        of_library = console.is_library(record.name)
+        of_library = error_display.is_library(record.name)
         return not (self._hides and of_library and record.levelno == logging.WARNING)
 
 
@@ -95,13 +95,13 @@ def _warns_in_library() -> bool:
     frame: Any = sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__") in {__name__, *_DEPRECATED}:
         frame = frame.f_back
-    return console.is_library_frame(frame)
+    return error_display.is_library_frame(frame)
 
 
 def _terminal_handlers() -> Iterator[logging.Handler]:
     """Return the handlers that write library logs to the terminal, those of parent loggers included."""
     named = logging.root.manager.loggerDict.items()
-    loggers = [one for name, one in named if console.is_library(name)]
+    loggers = [one for name, one in named if error_display.is_library(name)]
     handlers = [
         handler for one in (logging.root, *loggers) for handler in getattr(one, "handlers", [])
     ]

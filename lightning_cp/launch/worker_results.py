@@ -36,7 +36,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
-from lightning_cp import error_display as console
+from lightning_cp import error_display
 from lightning_cp.errors import ConfigError, LightningCPError, RankFailure
 from lightning_cp.launch.preemption import STATUS
 from lightning_cp.loaders.rng import random_state, restore
@@ -85,7 +85,7 @@ def _state_to_send(module: nn.Module, state: State, *, keeps: bool) -> State:
         return {}
     if made.unwritable:
         names = [name.removeprefix(f"{_STATE}.") for name in made.unwritable[:3]]
-        rank_zero_only(console.warn)(
+        rank_zero_only(error_display.warn)(
             f"{', '.join(names)} of the module is not returned from the workers: only tensors, "
             "numbers, strings and plain containers are. Save a checkpoint to keep it."
         )
@@ -121,7 +121,7 @@ def _copy_received(module: nn.Module, load: Callable[..., Any], sent: State) -> 
 
 def _warn_of_lost(names: list[str]) -> None:
     if names:
-        rank_zero_only(console.warn)(
+        rank_zero_only(error_display.warn)(
             f"workers trained {', '.join(names[:3])}{', ...' * (len(names) > 3)}, which the module of this "
             "process lacks, so the values were not returned. Create them in __init__ instead of "
             "configure_model or setup, or save a checkpoint."
@@ -276,11 +276,11 @@ class _AnnouncingLauncher:
     def _call_children_scripts(self) -> None:
         parent: Any = super()
         _announce_start(self.num_processes)
-        os.environ[console.RANKS_HERE] = str(self.num_processes)
+        os.environ[error_display.RANKS_HERE] = str(self.num_processes)
         try:
             parent._call_children_scripts()
         finally:
-            del os.environ[console.RANKS_HERE]  # the program may start other ranks later
+            del os.environ[error_display.RANKS_HERE]  # the program may start other ranks later
 
 
 class AnnouncingTrainerLauncher(_AnnouncingLauncher, TrainerSubprocesses):
@@ -340,7 +340,7 @@ class _WorkerFunction:
 def _write_error(error: LightningCPError, rank: int) -> None:
     """Write the error for the parent process, which raises it; as text if it cannot be pickled."""
     text = "".join(traceback.format_exception(error))
-    kept = (error, text, console.user_frames(error))
+    kept = (error, text, error_display.user_frames(error))
     with suppress(Exception):  # any error: it may hold objects of the user's
         part = Path(os.environ[FOLDER], f"{rank}.part")
         part.write_bytes(pickle.dumps(kept))
@@ -355,7 +355,7 @@ def _raise_written_error(folder: Path) -> None:
     """
     for path in sorted(folder.glob(f"*{ERROR}"), key=lambda path: int(path.stem)):
         error, text, frames = pickle.loads(path.read_bytes())  # noqa: S301 - a worker of ours wrote it
-        raise error from console.RankTraceback(f"\n{text}", frames)
+        raise error from error_display.RankTraceback(f"\n{text}", frames)
 
 
 def _was_stopped(error: ProcessException, passed: list[int]) -> bool:
@@ -375,8 +375,8 @@ def _read_verdict(folder: Path) -> str | None:
     return None if first is None else first.read_text(encoding="utf-8", errors="replace").rstrip()
 
 
-def _cause(details: str) -> console.RankTraceback | None:
-    return console.RankTraceback(f"\n{details}", f"{details.rstrip()}\n") if details else None
+def _cause(details: str) -> error_display.RankTraceback | None:
+    return error_display.RankTraceback(f"\n{details}", f"{details.rstrip()}\n") if details else None
 
 
 def _is_same_error(verdict: str, text: str) -> bool:

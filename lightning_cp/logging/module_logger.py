@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed.tensor import DTensor
 from torchmetrics import MeanMetric, Metric
 
-from lightning_cp import error_display as console
+from lightning_cp import error_display
 from lightning_cp.comm.consensus import gather_by_vote
 from lightning_cp.comm.reduce import all_sum, any_rank
 from lightning_cp.layout.axes import Flat
@@ -156,7 +156,7 @@ class ModuleLog:
         self._own_log = module.log
         self._patches = PatchSet()
         self._comparisons: Counter[str] = Counter()
-        self._calls = StepLog(rank_zero_only(console.warn), self._join)
+        self._calls = StepLog(rank_zero_only(error_display.warn), self._join)
         (self._hooks_log,) = any_rank(
             [hooks_may_log(trainer, module)], self._run.mesh.control_group(Flat.LOSS)
         )

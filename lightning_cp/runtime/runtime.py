@@ -20,7 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from lightning_cp import error_display as console
+from lightning_cp import error_display
 from lightning_cp.batch import ShardedBatch, add_positions_and_targets
 from lightning_cp.batch.sharder import Sharding, already_sharded, shard_batch_checked
 from lightning_cp.batch.step_state import StepState
@@ -397,7 +397,7 @@ class ContextParallelRuntime:
         shifted = None if labels is None or ids is None else are_shifted(labels, ids)
         records.label_looks -= 1 if shifted is None else records.label_looks
         if shifted:
-            console.warn(_SHIFTED_TWICE)
+            error_display.warn(_SHIFTED_TWICE)
 
     # -- windows of several batches ----------------------------------------------------------------------
 

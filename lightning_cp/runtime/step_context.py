@@ -45,8 +45,9 @@ from lightning_cp.runtime.records import RunRecords
 class StepContext:
     """A batch of this rank, its state for attention calls, and the weights of its losses.
 
-    It is made of the sharder's result, and is current from the begin of its step to the end of its backward,
-    because recomputation runs in backward. Two may exist at once: the current and the next one.
+    It is made of the sharder's result, and is current from the begin of its step until its backward has
+    ended, because recomputation runs in backward; callbacks after it still read its loss. Two may exist at
+    once: the current and the next one.
     Without ``sharding`` it serves code outside of steps, and steps that share no sample.
 
     Args:

@@ -19,7 +19,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_cp import error_display as console
+from lightning_cp import error_display
 from lightning_cp.checkpoint.pretrained.strategy_argument import Pretrained
 from lightning_cp.config import (
     AttentionSettings,
@@ -480,8 +480,8 @@ class ContextParallelStrategy:
         own, runtime, settings = self._lightning, self.runtime, self._settings
         name = name_of(own.global_rank, own.world_size, settings)
         launches = bool(getattr(own.launcher, "procs", None))
-        console.set_place(
-            console.ProcessPlace(own.global_rank, name, own.num_processes, launches=launches)
+        error_display.set_place(
+            error_display.ProcessPlace(own.global_rank, name, own.num_processes, launches=launches)
         )
         check_same_start(settings, trainer, self._compared_options(precision))
         address = own.cluster_environment.main_address

@@ -432,10 +432,10 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         kept = self.engine.count_unsynced(optimizer_parameters(optimizer))
         if kept:
             raise ConfigError(
-                f"gradients of {kept} parameters of this {type(optimizer).__name__} are this rank's "
-                "alone: the last backward that came to them was within fabric.no_backward_sync, and none "
-                "since has averaged them. Go through the last micro-batch of every window outside of it "
-                "(enabled=False), so that its backward averages all of them; then clip, and step."
+                f"gradients of {kept} parameters of this {type(optimizer).__name__} were not averaged over "
+                "ranks: their last backward was within fabric.no_backward_sync. Call backward of the last "
+                "micro-batch of every window outside of it (enabled=False), which averages all of them; "
+                "then clip, and step."
             )
 
     @override

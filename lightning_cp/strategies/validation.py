@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from lightning_cp import error_display as console
+from lightning_cp import error_display
 from lightning_cp.checkpoint.pretrained.strategy_argument import check_pretrained
 from lightning_cp.config import (
     DEFAULT_CHUNK_TOKENS,
@@ -339,7 +339,7 @@ def check_fabric_parity(settings: DiagnosticsSettings, arguments: Mapping[str, A
             f"asks for it, as often as it likes: {_ASK}."
         )
     if "parity_check" in given_settings(arguments) and every != "off":
-        rank_zero_only(console.warn)(
+        rank_zero_only(error_display.warn)(
             f"parity_check={every!r} checks nothing by itself with Fabric: call {_ASK}. "
             "parity_check='off' says nothing."
         )

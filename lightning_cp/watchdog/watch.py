@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.strategies.launchers.subprocess_script import _launch_process_observer
 
-from lightning_cp import error_display as console
+from lightning_cp import error_display
 from lightning_cp.comm.consensus import World, error_summary
 from lightning_cp.config import STEP_SECONDS, StrategyConfig, resolve_cp_size
 from lightning_cp.errors import ConfigError
@@ -321,7 +321,7 @@ class RunWatch(Watch):
         if not self.is_on or self._began:
             return
         self._began = True
-        console.add_listener(self._report_uncaught)
+        error_display.add_listener(self._report_uncaught)
         if not handles_sigterm:
             self._sigterm_handler = SigtermHandler(self)
             self._sigterm_handler.begin()
@@ -344,7 +344,7 @@ class RunWatch(Watch):
         """Stop the watch and restore Lightning's process observer, unless Python is ending."""
         super().stop()
         if not self.failed:
-            console.remove_listener(self._report_uncaught)
+            error_display.remove_listener(self._report_uncaught)
         if self._sigterm_handler is not None:
             self._sigterm_handler.end()
         launcher, self._launcher, self._sigterm_handler, self._began = (

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lightning_cp import error_display as console
+from lightning_cp import error_display
 
 BITS = "val/bits_per_byte"
 PERPLEXITY = "val/perplexity"
@@ -153,7 +153,7 @@ def one_report() -> Iterator[list[Any]]:
         yield trainers
     except Exception as error:
         others = _take_processes(trainers)
-        console.show(console.error_of(error) or error)
+        error_display.show(error_display.error_of(error) or error)
         _end(others)
         raise SystemExit(1) from None
 

@@ -24,7 +24,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 from torch.optim import Optimizer
 
-from lightning_cp import error_display as console
+from lightning_cp import error_display
 from lightning_cp.apps.data import ByteDataModule, data_parallel
 from lightning_cp.apps.train.model import LanguageModel, bits_per_byte
 from lightning_cp.apps.train.report import BITS, Outcome, RunFiles, draw_losses
@@ -197,7 +197,7 @@ def instantiate_part(config: DictConfig, part: str, **given: Any) -> Any:
     try:
         return instantiate(config[part], **given)
     except InstantiationException as error:
-        if console.error_of(error) is not None:
+        if error_display.error_of(error) is not None:
             raise
         cause = error.__cause__ or error
         raise ConfigError(

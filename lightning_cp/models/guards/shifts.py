@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_cp import error_display as console
+from lightning_cp import error_display
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.utils.patching import ChainedPatch, PatchSet, ReplacedFunction
 
@@ -53,7 +53,7 @@ def watch_shifts(handle: SwapHandle, is_watched: Callable[[], bool]) -> None:
                 return
             if cuts.shift is not None and _SHIFT_WARNING not in handle.warned:
                 handle.warned.add(_SHIFT_WARNING)
-                console.warn(_SHIFT_WARNING, cuts.shift)
+                error_display.warn(_SHIFT_WARNING, cuts.shift)
 
         return leave
 
@@ -93,7 +93,7 @@ class Cut(NamedTuple):
 
     tensor: weakref.ref[torch.Tensor]
     integers: bool
-    line: console.SourceLine
+    line: error_display.SourceLine
 
     def is_of(self, other: Cut) -> bool:
         """True if both cut the same tensor, and it still exists."""
@@ -108,7 +108,7 @@ class Cuts:
         self._length = length
         self._without_last: list[Cut] = []
         self._without_first: list[Cut] = []
-        self._whole: list[console.SourceLine] = []
+        self._whole: list[error_display.SourceLine] = []
         """Shifts of integers that keep the length of the logits: rolled, or padded before or after a cut."""
         self._short: list[weakref.ref[torch.Tensor]] = []
         """Integers without their first token."""
@@ -128,20 +128,20 @@ class Cuts:
     def _note_pad(self, x: torch.Tensor, pad: Any, *_: Any, **__: Any) -> None:
         at_the_end = pad[0] == 0 and pad[1] > 0
         if at_the_end and any(one() is x for one in self._short):
-            self._whole.append(console.user_line())
+            self._whole.append(error_display.user_line())
 
     def _note_roll(self, x: torch.Tensor, shifts: Any = None, dims: Any = None) -> None:
         is_sequence = x.shape[1:] == (self._length,) and x.dtype in _INTEGERS
         if is_sequence and shifts in (-1, (-1,), [-1]) and dims in (1, -1, (1,), (-1,), [1], [-1]):
-            self._whole.append(console.user_line())
+            self._whole.append(error_display.user_line())
 
     def _note_cut(self, x: torch.Tensor, taken: slice, result: torch.Tensor) -> None:
         integers = x.dim() == 2 and x.dtype in _INTEGERS
         if x.shape[1] > self._length:
             if integers and taken.start == 1 and taken.stop in (None, x.shape[1]):
-                self._whole.append(console.user_line())
+                self._whole.append(error_display.user_line())
             return
-        cut = Cut(weakref.ref(x), integers, console.user_line())
+        cut = Cut(weakref.ref(x), integers, error_display.user_line())
         if taken.start in (None, 0) and taken.stop in (-1, self._length - 1):
             self._without_last.append(cut)
         elif taken.start == 1 and taken.stop in (None, self._length):
@@ -150,7 +150,7 @@ class Cuts:
                 self._short.append(weakref.ref(result))
 
     @property
-    def shift(self) -> console.SourceLine | None:
+    def shift(self) -> error_display.SourceLine | None:
         """Source line that shifts: integers that keep their length; or integers without the first token
         beside another tensor without the last.
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from lightning_cp import error_display as console
+from lightning_cp import error_display
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.utils.patching import PatchSet
@@ -225,7 +225,7 @@ def _warn_of_rounding(handle: SwapHandle) -> Callable[[], None]:
     rounds = state is not None and state.layout.seq_len > EXACT_UNTIL
     if rounds and "Falcon" not in handle.warned:
         handle.warned.add("Falcon")
-        console.warn(
+        error_display.warn(
             "Falcon's own ALiBi bias counts positions in bfloat16, which rounds those above "
             f"{EXACT_UNTIL}; here it is exact, so losses differ from one process by that rounding."
         )

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_cp import error_display as console
+from lightning_cp import error_display
 from lightning_cp.batch.step_state import StepState
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import Documents, SequenceLayout
@@ -259,7 +259,7 @@ def warn_isolated(warned: set[str], model: str) -> None:
     if model in warned:
         return
     warned.add(model)
-    console.warn(
+    error_display.warn(
         "position_ids restart, so the documents of a row attend only to themselves; in one process "
         f"transformers takes a row of a bidirectional model ({model}) for one document."
     )

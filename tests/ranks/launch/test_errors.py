@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lightning_cp import error_display as console
+from lightning_cp import error_display
 from lightning_cp.errors import ConfigError, RankFailure, ShapeError
 from lightning_cp.launch import worker_results as launchers
 from tests.helpers.launch.start import SCRIPTS, free_port, program
@@ -132,11 +132,11 @@ def test_an_error_of_the_user_s_is_printed_by_python(tmp_path: Path) -> None:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in ("LOCAL_RANK", "SLURM_LOCALID", console.FULL):
+    for name in ("LOCAL_RANK", "SLURM_LOCALID", error_display.FULL):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(console, "_place", None)
-    monkeypatch.setattr(console, "_asked_hydra", False)
-    monkeypatch.setattr(console, "MEETING", 0.1)
+    monkeypatch.setattr(error_display, "_place", None)
+    monkeypatch.setattr(error_display, "_asked_hydra", False)
+    monkeypatch.setattr(error_display, "MEETING", 0.1)
     monkeypatch.setattr(
         sys, "excepthook", sys.__excepthook__
     )  # process groups of other tests leave theirs
@@ -149,19 +149,19 @@ def test_ranks_of_other_machines_are_not_waited_for(here: pytest.MonkeyPatch) ->
 
     class Lightning:
         def _call_children_scripts(self) -> None:
-            counts.append(console._here().count)
+            counts.append(error_display._here().count)
 
     class Launcher(launchers._AnnouncingLauncher, Lightning):
         num_processes = 2
 
-    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", console.RANKS_HERE):
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", error_display.RANKS_HERE):
         here.delenv(name, raising=False)
     here.setenv("LOCAL_RANK", "1")
     here.setenv("WORLD_SIZE", "4")
-    assert console._here().count == 4
+    assert error_display._here().count == 4
     Launcher()._call_children_scripts()
     assert counts == [2]
-    assert console.RANKS_HERE not in os.environ
+    assert error_display.RANKS_HERE not in os.environ
 
 
 def test_of_the_error_itself_nothing_is_changed(
@@ -196,11 +196,11 @@ def test_a_hook_of_the_program_s_is_asked(
 
 
 def _end_with(rank: int, count: int, error: Exception, folder: Path, limit: float) -> None:
-    console.MEETING = limit
-    seat = console.ProcessPlace(rank, f"rank {rank} of {count}", count)
-    meeting = console.Meeting(folder / "meeting", seat)
+    error_display.MEETING = limit
+    seat = error_display.ProcessPlace(rank, f"rank {rank} of {count}", count)
+    meeting = error_display.Meeting(folder / "meeting", seat)
     with (folder / "terminal").open("a") as terminal, redirect_stderr(terminal):
-        meeting.show(error, lambda: console.write(console.text_of(error)))
+        meeting.show(error, lambda: error_display.write(error_display.text_of(error)))
 
 
 def told(folder: Path, *errors: Exception, count: int = 0, limit: float = 20.0) -> list[str]:
@@ -238,13 +238,13 @@ def test_the_rank_that_found_it_shows_it(tmp_path: Path) -> None:
 
 
 def _show_all(rank: int, folder: Path) -> None:
-    os.environ[console.FULL], tempfile.tempdir = "1", str(folder)
-    console.set_place(console.ProcessPlace(rank, f"rank {rank} of 2", 2))
-    console.MEETING = 20.0
+    os.environ[error_display.FULL], tempfile.tempdir = "1", str(folder)
+    error_display.set_place(error_display.ProcessPlace(rank, f"rank {rank} of 2", 2))
+    error_display.MEETING = 20.0
     time.sleep(rank)
     with (folder / "terminal").open("a") as terminal, redirect_stderr(terminal):
-        console.show(ConfigError("sizes"))
-        console.write("ended")
+        error_display.show(ConfigError("sizes"))
+        error_display.write("ended")
 
 
 def test_no_rank_ends_before_all_have_shown_their_whole_errors(tmp_path: Path) -> None:
@@ -275,9 +275,9 @@ def test_a_rank_ends_as_the_meeting_is_cleared_away(
     def gone(folder: Path, pattern: str) -> Any:
         raise FileNotFoundError(folder)
 
-    meeting = console.Meeting(tmp_path, console.ProcessPlace(0, "rank 0 of 1", 1))
+    meeting = error_display.Meeting(tmp_path, error_display.ProcessPlace(0, "rank 0 of 1", 1))
     monkeypatch.setattr(Path, "glob", gone)
-    monkeypatch.setattr(console, "MEETING", 0.0)
+    monkeypatch.setattr(error_display, "MEETING", 0.0)
     shown: list[bool] = []
     meeting.show(ConfigError("sizes"), lambda: shown.append(True))
     assert shown == [True]
@@ -286,9 +286,9 @@ def test_a_rank_ends_as_the_meeting_is_cleared_away(
 def test_a_watcher_s_thread_takes_no_file_of_the_thread_that_raised(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    meeting = console.Meeting(tmp_path, console.ProcessPlace(0, "rank 0 of 2", 2))
-    monkeypatch.setattr(console, "MEETING", 0.0)
-    monkeypatch.setattr(console, "SHOWING", 0.0)
+    meeting = error_display.Meeting(tmp_path, error_display.ProcessPlace(0, "rank 0 of 2", 2))
+    monkeypatch.setattr(error_display, "MEETING", 0.0)
+    monkeypatch.setattr(error_display, "SHOWING", 0.0)
     rename, kinds = Path.rename, []
 
     def end_as_well(path: Path, target: Path) -> Path:

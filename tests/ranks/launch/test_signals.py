@@ -17,7 +17,7 @@ import torch
 from lightning import Trainer
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from lightning_cp import error_display as console
+from lightning_cp import error_display
 from lightning_cp.fabric import UlyssesRingStrategy
 from lightning_cp.launch import preemption as signals
 from lightning_cp.launch import worker_results as launchers
@@ -184,7 +184,7 @@ def test_sigterm_is_left_to_loops_that_do_not_ask() -> None:
 
 @pytest.mark.parametrize(
     "within",
-    [console._without_sigterm, partial(launchers._forward_sigterm, []), jobs._signals_raise],
+    [error_display._without_sigterm, partial(launchers._forward_sigterm, []), jobs._signals_raise],
     ids=["an error", "a launcher", "a sweep"],
 )
 def test_a_handler_of_a_library_in_c_is_no_error(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typing_extensions import deprecated
 
-from lightning_cp import error_display as console
+from lightning_cp import error_display
 from lightning_cp.launch.library_warnings import LibraryWarnings
 
 
@@ -29,8 +29,8 @@ def printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[[], str]]:
     """What has reached the terminal, with Python's own way of showing warnings: pytest has another."""
-    monkeypatch.delenv(console.FULL, raising=False)
-    monkeypatch.setattr(console, "_asked_hydra", False)
+    monkeypatch.delenv(error_display.FULL, raising=False)
+    monkeypatch.setattr(error_display, "_asked_hydra", False)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
 
@@ -84,7 +84,7 @@ def test_those_of_users_and_of_this_package_are_shown(
     warnings.warn("of " + "this file", stacklevel=1)
     old()
     module("my_project.torch", "/home/me/site-packages/my_project/torch.py").warn("of a package")
-    module("lightning_cp.batch", f"{console._OWN_FOLDER}/batch/x.py").warn("of ours")
+    module("lightning_cp.batch", f"{error_display._OWN_FOLDER}/batch/x.py").warn("of ours")
     said = printed()
     for text in ("of this file", "use the other one", "of a package", "of ours"):
         assert said.count(text) == 1, said
@@ -148,7 +148,7 @@ def test_runs_that_end_in_any_order_leave_nothing(printed: Callable[[], str]) ->
 def test_all_are_shown_on_request(
     printed: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(console.FULL, "1")
+    monkeypatch.setenv(error_display.FULL, "1")
     run, before = LibraryWarnings(), warnings.showwarning
     run.hide()
     assert warnings.showwarning is before

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_cp import error_display as console
-from lightning_cp import fabric
+from lightning_cp import error_display, fabric
 from lightning_cp.config import StrategyConfig
 from lightning_cp.strategies import base as processes
 from lightning_cp.watchdog.phase import Position
@@ -107,7 +106,7 @@ def test_stages_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy.parallel_devices = [torch.device("cpu")]
     strategy._launcher = None
     monkeypatch.setattr(strategy.runtime.watch, "begin", lambda *_, **__: None)
-    monkeypatch.setattr(console, "_place", None)
+    monkeypatch.setattr(error_display, "_place", None)
     registry: dict[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
     strategy._begin_watch(strategy.precision)
     before = len(registry)
