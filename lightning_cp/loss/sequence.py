@@ -25,7 +25,7 @@ from lightning_cp.comm.reduce import all_sum
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.layout.documents import Intervals
-from lightning_cp.utils.autograd_notes import note_sequence
+from lightning_cp.utils.autograd_notes import is_frozen, note_sequence
 from lightning_cp.utils.tensors import to_device, to_list
 
 Index = int | Sequence[int] | torch.Tensor
@@ -361,6 +361,8 @@ def gather_rows(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tenso
     """
     if group is None or group.size() == 1:
         return x
+    if is_frozen(x):  # nothing needs the message that would bring its gradient
+        return note_sequence(torch.cat(all_gather(x.detach(), group)))
     return torch.cat(all_gather(x, group))
 
 

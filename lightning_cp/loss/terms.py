@@ -23,7 +23,14 @@ from torch.utils._python_dispatch import (
 )
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.utils.autograd_notes import NOTE, Count, Origin, graph_nodes, origin_of
+from lightning_cp.utils.autograd_notes import (
+    NOTE,
+    Count,
+    Origin,
+    graph_nodes,
+    is_frozen,
+    origin_of,
+)
 
 
 class LossTerms(NamedTuple):
@@ -304,8 +311,7 @@ def _is_number(x: torch.Tensor | float) -> bool:
 def _is_single(x: torch.Tensor | float) -> bool:
     if not isinstance(x, torch.Tensor):
         return True
-    is_frozen = x.grad_fn is not None and origin_of(x.grad_fn) is Origin.FROZEN
-    return x.numel() == 1 and (is_frozen or not x.requires_grad)
+    return x.numel() == 1 and (is_frozen(x) or not x.requires_grad)
 
 
 def _factor_of(x: torch.Tensor | float) -> torch.Tensor | float:

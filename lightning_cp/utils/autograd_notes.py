@@ -46,6 +46,11 @@ def note_sequence(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def is_frozen(x: torch.Tensor) -> bool:
+    """True for a value of whole sequences without a gradient to what computed it."""
+    return x.grad_fn is not None and origin_of(x.grad_fn) is Origin.FROZEN
+
+
 def origin_of(node: Any) -> Origin | Count | None:
     """Return the note of a node."""
     return node.metadata.get(NOTE)

@@ -17,6 +17,7 @@ from lightning_cp.layout import Documents, SequenceLayout
 from lightning_cp.layout.axes import Flat
 from lightning_cp.loss.sequence import SequenceTokens, gather_rows
 from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.utils.autograd_notes import is_frozen, note_sequence
 from tests.helpers.pool import expect_on_every_rank, run_ranks
 
 ROWS, LENGTH = 2, 37
@@ -123,6 +124,16 @@ def test_a_loss_of_the_rows_of_all_data_ranks(ring: int, data: int) -> None:
         assert loss == pytest.approx(want, rel=1e-12)
         torch.testing.assert_close(every, rows, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(of_rank, gradient, rtol=1e-11, atol=1e-12)
+
+
+def of_frozen_rows(rank: int, world_size: int) -> list[float]:
+    every = gather_rows(note_sequence(torch.tensor([1.0, 2.0]) + rank), dist.group.WORLD)
+    assert is_frozen(every)  # its backward ends there, without a message
+    return every.tolist()
+
+
+def test_rows_of_frozen_layers_of_all_data_ranks() -> None:
+    assert run_ranks(3, of_frozen_rows) == [[1.0, 2.0, 2.0, 3.0, 3.0, 4.0]] * 3
 
 
 def messages(rank: int, world_size: int) -> None:
