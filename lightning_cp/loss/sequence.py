@@ -377,9 +377,10 @@ def check_same_rows(x: torch.Tensor, group: dist.ProcessGroup, device_type: str 
     Raises:
         ShapeError: on all ranks.
     """
-    facts = "gather_data", tuple(x.shape), str(x.dtype), x.requires_grad
+    has_gradient = x.requires_grad and not is_frozen(x)
+    facts = "gather_data", tuple(x.shape), str(x.dtype), has_gradient
     if not all_equal(facts, group, device_type=device_type):
-        how = "with" if x.requires_grad else "without"
+        how = "with" if has_gradient else "without"
         raise ShapeError(_ROWS.format(tuple(x.shape), facts[2], how))
 
 
