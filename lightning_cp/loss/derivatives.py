@@ -19,7 +19,7 @@ from lightning_cp.loss.terms import (
     OPAQUE,
     count_of,
     inputs_of,
-    is_of_sequence,
+    is_of_rows,
     is_shared,
     is_whole,
     operator_of,
@@ -189,7 +189,7 @@ def token_sums(loss: torch.Tensor, rows: int, local_len: int) -> TokenSums:
         if is_whole(node) or hasattr(node, "variable"):
             continue
         if count is not None:
-            if not is_of_sequence(inputs_of(node)):
+            if not is_of_rows(node):
                 found.nodes.append(node)
                 found.sizes.append(count)
         elif _is_closed(node):

@@ -70,7 +70,7 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
         sources, operator, origin = sources_of(node), operator_of(node), origin_of(node)
         count = count_of(node, operator, origin)
         if count is not None:
-            if is_of_sequence(sources):
+            if is_of_rows(node):
                 shared.append(node)
             else:
                 counts.append(count)
@@ -89,7 +89,7 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
             of_sequence = [x for x in (sources if factors else [node]) if x not in factors]
             if factors:
                 linear.append(node)
-                has_products |= bool(of_sequence) and is_of_sequence(of_sequence)
+                has_products |= bool(of_sequence) and _is_of_sequence(of_sequence)
             shared += of_sequence
             if factors or not _is_of_parameters(node):
                 constants = _constants(node)
@@ -337,7 +337,7 @@ def is_shared(node: Any) -> bool:
     """True if the value is equal on all ranks: made of whole sequences and parameters only."""
     if _is_of_parameters(node):
         return True
-    if not is_of_sequence([node]):
+    if not _is_of_sequence([node]):
         return False
     whole = _made_of_sequence(node)
     besides = {source for each in whole for source in inputs_of(each)} - whole
@@ -442,7 +442,19 @@ def _joins_another(node: Any) -> bool:
     return operator_of(node) not in ("Add", "Sub") or own != other or not own
 
 
-def is_of_sequence(nodes: Iterable[Any]) -> bool:
+def is_of_rows(mean: Any) -> bool:
+    """True for a mean over values of whole rows, not over tokens beside which frozen layers gave such values.
+
+    Frozen layers leave no note that their tokens are a rank's own.
+    """
+    sources = inputs_of(mean)
+    if not _is_of_sequence(sources):
+        return False
+    has_frozen = any(origin_of(x) is Origin.FROZEN for x in graph_nodes(sources, inputs_of))
+    return not has_frozen or all(map(is_shared, sources))
+
+
+def _is_of_sequence(nodes: Iterable[Any]) -> bool:
     """True if nodes depend on ``unshard``, and not on a rank's own tokens in another way.
 
     It reads every node above attention, so it calls no function of ours at each of them.

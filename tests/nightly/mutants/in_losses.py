@@ -307,7 +307,7 @@ LOSS_MUTANTS = (
     Mutant(
         "classes of rows are a mean over tokens",
         "lightning_cp/loss/derivatives.py",
-        "if not is_of_sequence(inputs_of(node)):",
+        "if not is_of_rows(node):",
         "if is_shared(node) or not is_shared(node):",
         (f"{ROW_CLASSES}[3-settings1-none-Mixed]",),
         "A mean over tokens and a classifier of rows are refused together.",

@@ -61,6 +61,16 @@ class FrozenAndWeighed(Frozen):
         return (weight * self.head(self.sequence_pick(logits, -1)).square().mean(1)).sum()
 
 
+class Conditioned(Frozen):
+    """Classes of tokens, beside a value of frozen layers."""
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        logits = self.logits(batch)
+        logits = self.head(logits) + self.head(self.sequence_mean(logits))[:, None]
+        labels = batch["labels"].where(batch["labels"] < 0, batch["labels"] % 3)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 class Mixed(Classifier):
     """Some tokens are targets: more of them on the first rank."""
 
@@ -105,4 +115,10 @@ def test_weights_are_those_of_one_process(
 ) -> None:
     (want,) = run_ranks(1, trained, None, kind, labels)
     for got in run_ranks(ranks, trained, settings, kind, labels):
+        close(got, want)
+
+
+def test_tokens_beside_a_value_of_frozen_layers() -> None:
+    (want,) = run_ranks(1, trained, None, Conditioned, "aligned")
+    for got in run_ranks(2, trained, RING, Conditioned, "aligned"):
         close(got, want)
