@@ -56,7 +56,7 @@ from lightning_cp.loss.sequence import Index
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.randomness.token_draws import Per, draw_per
 from lightning_cp.runtime.runtime import ContextParallelRuntime
-from lightning_cp.strategies.validation import check_backend, check_group_timeout, checked
+from lightning_cp.strategies.validation import check_backend, check_group_timeout, make_config
 from lightning_cp.utils.patching import PatchSet
 from lightning_cp.watchdog.watch import name_of
 
@@ -251,7 +251,7 @@ class ContextParallelStrategy:
         diagnostics: DiagnosticsSettings | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        settings = checked(locals())
+        settings = make_config(locals())
         check_group_timeout(kwargs.get("timeout"))
         super().__init__(**kwargs)  # written like this, LightningCLI finds DDPStrategy's arguments
         hook = {name: kwargs.get(name) for name in (*HOOK, "model_averaging_period")}

@@ -416,7 +416,7 @@ def check_switches(settings: StrategyConfig) -> None:
             )
 
 
-def checked(arguments: Mapping[str, Any]) -> StrategyConfig:
+def make_config(arguments: Mapping[str, Any]) -> StrategyConfig:
     """Make settings from a strategy's arguments, and check them.
 
     Raises:
