@@ -54,8 +54,8 @@ class Step:
     """Index of this rank's sample among those trained together, and the number of ranks that share each."""
 
 
-class FiniteGuard:
-    """Tests the losses and gradients of a step on all ranks together.
+class StepVote:
+    """The vote of all ranks before an optimizer step: on losses, gradients and the wish to stop.
 
     Args:
         checks: raise for values that are not finite.

@@ -34,7 +34,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_cp.checkpoint.atomic import display_path
 from lightning_cp.checkpoint.store import is_store
-from lightning_cp.consistency.finite import FiniteGuard
+from lightning_cp.consistency.finite import StepVote
 from lightning_cp.utils.patching import PatchSet
 from lightning_cp.watchdog.watch import SigtermHandler
 
@@ -87,18 +87,18 @@ def _restore_handler(note: Any, own: Any) -> None:
         signal.signal(signal.SIGTERM, own or signal.SIG_DFL)  # None: installed by a C library
 
 
-def replace_signal_handlers(trainer: Trainer, guard: FiniteGuard, patches: PatchSet) -> None:
+def replace_signal_handlers(trainer: Trainer, vote: StepVote, patches: PatchSet) -> None:
     """Replace the Trainer's signal handlers during a fit; call it before the Trainer registers them.
 
     Args:
         trainer: the Trainer, whose signal connector is replaced.
-        guard: holds the vote before each step.
+        vote: of all ranks, before each step.
         patches: of the run.
     """
     remove_stop_callback(trainer)
     sent = ReceivedSignals() if trainer.state.fn == TrainerFn.FITTING else None
     trainer._signal_connector = StepSignals(trainer, sent)
-    guard.wish = None if sent is None else sent.wish
+    vote.wish = None if sent is None else sent.wish
     if sent is None:
         return
     loop: Any = trainer.fit_loop.epoch_loop
@@ -106,7 +106,7 @@ def replace_signal_handlers(trainer: Trainer, guard: FiniteGuard, patches: Patch
         # Before each batch; the vote says the same without a wait for the device.
         patches.put_method(loop, _BROADCAST, lambda: None)
     callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    callbacks.append(StopAtStep(guard))  # last in the list: the other callbacks have seen the step
+    callbacks.append(StopAtStep(vote))  # last in the list: the other callbacks have seen the step
 
 
 def remove_stop_callback(trainer: Any) -> None:
@@ -160,11 +160,11 @@ class StopAtStep(Callback):
     """A callback that ends the run after the step at which some rank requested it.
 
     Args:
-        guard: has the result of the vote.
+        vote: of all ranks, before each step.
     """
 
-    def __init__(self, guard: FiniteGuard) -> None:
-        self._guard = guard
+    def __init__(self, vote: StepVote) -> None:
+        self._step_vote = vote
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
@@ -174,7 +174,7 @@ class StopAtStep(Callback):
         Raises:
             SIGTERMException: with the exit code of a process that SIGTERM has ended.
         """
-        wishes, self._guard.wishes = self._guard.wishes, 0
+        wishes, self._step_vote.wishes = self._step_vote.wishes, 0
         if not wishes:
             return
         trainer._signal_connector.received_sigterm |= wishes % REQUEUE > 0

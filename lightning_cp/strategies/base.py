@@ -31,7 +31,7 @@ from lightning_cp.config import (
     ShardingSettings,
     explicit_cp_size,
 )
-from lightning_cp.consistency.finite import FiniteGuard, Step
+from lightning_cp.consistency.finite import Step, StepVote
 from lightning_cp.consistency.settings import check_same_start
 from lightning_cp.engines.base import engine
 from lightning_cp.engines.ddp_comm_hook import ARGUMENTS as HOOK
@@ -278,7 +278,7 @@ class ContextParallelStrategy:
         self.engine.before_exchange = self.runtime.before_data
         self.runtime.follow_unreduced(self.engine.unreduced_gradients)
         self._pretrained = Pretrained(settings.pretrained, offload=settings.cpu_offload)
-        self._guard = FiniteGuard(settings.check_finite, self.runtime.losses.counts)
+        self._vote = StepVote(settings.check_finite, self.runtime.losses.counts)
         self._loaders = LoaderSynchronizer(self.runtime)
         self._library_warnings = LibraryWarnings()
         finalize(self, self._library_warnings.show)
@@ -554,9 +554,9 @@ class ContextParallelStrategy:
 
     def _note_loss(self, loss: torch.Tensor, optimizers: Iterable[Optimizer]) -> None:
         """Note a loss before its backward; without gradients, drop the notes of a failed window."""
-        if self._guard.has_records and not self._has_gradients(optimizers):
-            self._guard.forget()
-        self._guard.note_loss(self.runtime.step.own_loss(loss))
+        if self._vote.has_records and not self._has_gradients(optimizers):
+            self._vote.forget()
+        self._vote.note_loss(self.runtime.step.own_loss(loss))
 
     def _has_gradients(self, optimizers: Iterable[Optimizer]) -> bool:
         groups = (group for each in optimizers for group in each.param_groups)
@@ -567,13 +567,13 @@ class ContextParallelStrategy:
         self, number: int, optimizer: Optimizer, model: nn.Module, precision: object
     ) -> None:
         """Check that complete gradients are finite on all ranks, before the step. Collective."""
-        if self._guard.has_tested(optimizer):
+        if self._vote.has_tested(optimizer):
             return
         mesh = self.runtime.meshes.mesh
         sample = (mesh.data_rank, mesh.sample_size)
         step = Step(number, optimizer, model, self.runtime.step.batch, sample)
         group = mesh.everyone if self._lightning.world_size > 1 else None
-        self._guard.before_step(step, group, getattr(precision, "scaler", None))
+        self._vote.before_step(step, group, getattr(precision, "scaler", None))
 
     def _group_of_sum(self, group: Any, reduce_op: Any) -> Any:
         """Return the group of a sum over all ranks: tensor-parallel ranks have the same values."""

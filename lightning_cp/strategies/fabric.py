@@ -78,7 +78,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         if self._checkpoint_io is not None:
             self.checkpoint_io = self._checkpoint_io  # checked
         self.runtime.losses.question = fabric_question()
-        self._guard.look = self.runtime.losses.raise_unknown
+        self._vote.look = self.runtime.losses.raise_unknown
         self._models = nn.ModuleList()
         self._optimizers: list[Optimizer] = []
         self._steps = 0  # of optimizers
@@ -462,9 +462,9 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         Every rank reads it, after each step. From the first read on, SIGTERM does not end a process while
         this strategy exists. Once true, it stays true.
         """
-        if self._guard.wish is None:
-            self._guard.wish = record_sigterm(self).wish
-        return self._guard.wishes > 0
+        if self._vote.wish is None:
+            self._vote.wish = record_sigterm(self).wish
+        return self._vote.wishes > 0
 
     # -- checkpoints -----------------------------------------------------------------------------------
 

@@ -152,14 +152,14 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         if fitting and self.engine.shards:
             check_no_averages(trainer, self.engine.name)
         self.parity = TrainerParity(self.runtime, self.engine)
-        self._guard.look = self.parity.before_step
+        self._vote.look = self.parity.before_step
         place_profiles(trainer, self._settings, self.runtime.records.recorder)
         if swapped and (self._announced is None or self._announced() is not module):  # once a model
             rank_zero_info(f"context parallel attention in: {', '.join(swapped)}")
             self._announced = weakref.ref(module)
         self._patch_precision_plugin()
-        replace_signal_handlers(trainer, self._guard, self._patches)
-        self._guard.yield_to(trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
+        replace_signal_handlers(trainer, self._vote, self._patches)
+        self._vote.yield_to(trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
         metrics = options_of(module).get("replicated_metrics", ())
         self._log.begin(trainer, module, metrics)
         self._checkpoints.adopt_callbacks(trainer)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_cp.consistency.finite import FiniteGuard, Step
+from lightning_cp.consistency.finite import Step, StepVote
 from lightning_cp.consistency.settings import numbers_of, settings_of
 from lightning_cp.errors import ConfigError
 from lightning_cp.loss.counts import TargetCounts
@@ -99,12 +99,12 @@ def test_equal_numbers_are_equal() -> None:
 def voted(rank: int, world: int) -> str:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
-    guard = FiniteGuard(checks=True, counts=TargetCounts())
-    guard.note_loss(None)
+    vote = StepVote(checks=True, counts=TargetCounts())
+    vote.note_loss(None)
     for p in model.parameters():
         p.grad = torch.full_like(p, torch.inf)  # which is the scaler's business
     with pytest.raises(ConfigError) as raised:
-        guard.before_step(Step(1, optimizer, model, None), dist.group.WORLD, object())
+        vote.before_step(Step(1, optimizer, model, None), dist.group.WORLD, object())
     return str(raised.value)
 
 

@@ -81,7 +81,7 @@ def test_a_signal_s_handler_goes_with_its_strategy(own_handler: list[int]) -> No
         assert not strategy.should_stop
         assert signal.getsignal(signal.SIGTERM) is not before
         os.kill(os.getpid(), signal.SIGTERM)
-        assert strategy._guard.wish() > 0
+        assert strategy._vote.wish() > 0
         del strategy
         gc.collect()
         assert signal.getsignal(signal.SIGTERM) is before
