@@ -41,7 +41,7 @@ WHAT = "end of a step"
 
 
 @dataclass(frozen=True)
-class Step:
+class OptimizerStep:
     """The optimizer step that comes next."""
 
     number: int
@@ -107,7 +107,9 @@ class StepVote:
         """Return True if the gradients of the last backward were tested for this optimizer."""
         return id(optimizer) in self._voted
 
-    def before_step(self, step: Step, group: dist.ProcessGroup | None, scaler: object) -> None:
+    def before_step(
+        self, step: OptimizerStep, group: dist.ProcessGroup | None, scaler: object
+    ) -> None:
         """Test gradients of final size before they are clipped and used. Collective.
 
         Args:
@@ -148,7 +150,7 @@ class StepVote:
 
     def _tally(
         self,
-        step: Step,
+        step: OptimizerStep,
         counts: TargetCounts,
         group: dist.ProcessGroup,
         agrees: bool,
@@ -215,7 +217,7 @@ def _local(gradient: torch.Tensor) -> torch.Tensor:
     return local.coalesce().values() if local.is_sparse else local
 
 
-def _findings(step: Step, bad_loss: torch.Tensor | None) -> list[tuple[str, str]]:
+def _findings(step: OptimizerStep, bad_loss: torch.Tensor | None) -> list[tuple[str, str]]:
     """This rank's values that are not finite, as (kind, name)."""
     found: list[tuple[str, str]] = []
     if bad_loss is not None and bad_loss:

@@ -31,7 +31,7 @@ from lightning_cp.config import (
     ShardingSettings,
     explicit_cp_size,
 )
-from lightning_cp.consistency.finite import Step, StepVote
+from lightning_cp.consistency.finite import OptimizerStep, StepVote
 from lightning_cp.consistency.settings import check_same_start
 from lightning_cp.engines.base import engine
 from lightning_cp.engines.ddp_comm_hook import ARGUMENTS as HOOK
@@ -571,7 +571,7 @@ class ContextParallelStrategy:
             return
         mesh = self.runtime.meshes.mesh
         sample = (mesh.data_rank, mesh.sample_size)
-        step = Step(number, optimizer, model, self.runtime.step.batch, sample)
+        step = OptimizerStep(number, optimizer, model, self.runtime.step.batch, sample)
         group = mesh.everyone if self._lightning.world_size > 1 else None
         self._vote.before_step(step, group, getattr(precision, "scaler", None))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_cp.consistency.finite import Step, StepVote
+from lightning_cp.consistency.finite import OptimizerStep, StepVote
 from lightning_cp.consistency.settings import numbers_of, settings_of
 from lightning_cp.errors import ConfigError
 from lightning_cp.loss.counts import TargetCounts
@@ -104,7 +104,7 @@ def voted(rank: int, world: int) -> str:
     for p in model.parameters():
         p.grad = torch.full_like(p, torch.inf)  # which is the scaler's business
     with pytest.raises(ConfigError) as raised:
-        vote.before_step(Step(1, optimizer, model, None), dist.group.WORLD, object())
+        vote.before_step(OptimizerStep(1, optimizer, model, None), dist.group.WORLD, object())
     return str(raised.value)
 
 
