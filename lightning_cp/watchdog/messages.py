@@ -29,7 +29,7 @@ _CLOSED = re.compile(
 
 
 @dataclass(frozen=True)
-class Card:
+class RankIdentity:
     """The identity of a rank, known to all ranks."""
 
     rank: int

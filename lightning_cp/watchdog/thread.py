@@ -32,10 +32,10 @@ from lightning_cp.watchdog.attribution import NO_MESSAGE, SILENT_SECONDS, Judge,
 from lightning_cp.watchdog.messages import (
     BROKEN,
     Beat,
-    Card,
     Connection,
     Message,
     Note,
+    RankIdentity,
     Verdict,
     close_in_children,
 )
@@ -96,7 +96,7 @@ class Watcher(threading.Thread):
 
     Args:
         rank: this rank.
-        cards: the cards of all ranks.
+        identities: the identities of all ranks.
         position: this rank's position, changed by its main thread.
         slots: positions of this machine's ranks, by rank.
         limit: returns the seconds without progress that are allowed, from the position and whether no step
@@ -108,7 +108,7 @@ class Watcher(threading.Thread):
     def __init__(
         self,
         rank: int,
-        cards: Sequence[Card],
+        identities: Sequence[RankIdentity],
         position: Position,
         slots: dict[int, Slot],
         limit: Callable[[PhasePosition, bool], float | None],
@@ -116,7 +116,7 @@ class Watcher(threading.Thread):
         end: Callable[[Verdict], object] = ending.end_process,
     ) -> None:
         super().__init__(name="lightning_cp-watcher", daemon=True)
-        self.rank, self._cards, self._position = rank, cards, position
+        self.rank, self._identities, self._position = rank, identities, position
         self._slots, self._limit, self._token, self._end = slots, limit, token, end
         self._main = threading.main_thread().ident or 0
         self._selector = selectors.DefaultSelector()
@@ -194,7 +194,7 @@ class Watcher(threading.Thread):
         except Exception:
             self._internal_errors += 1
             if self._internal_errors <= MAX_PRINTED_ERRORS:
-                name, error = self._cards[self.rank].name, without_home(traceback.format_exc())
+                name, error = self._identities[self.rank].name, without_home(traceback.format_exc())
                 with suppress(OSError, ValueError):  # standard error is closed
                     says = f"{name}'s watch had an internal error. Training continues; please report this."
                     print(f"{says}\n{error}", file=sys.stderr)
@@ -223,12 +223,12 @@ class Watcher(threading.Thread):
     def _verdict_to_print(self, verdict: Verdict) -> Verdict:
         """Return the verdict that this rank prints: of ranks with one standard error, the lowest prints
         the stacks."""
-        own = self._cards[self.rank]
+        own = self._identities[self.rank]
         if not verdict.is_standstill or not own.output:
             return verdict
         gone = verdict.ranks if verdict.kind == "left" else ()
         place = (own.machine, own.output)
-        sharing = [x.rank for x in self._cards if (x.machine, x.output) == place]
+        sharing = [x.rank for x in self._identities if (x.machine, x.output) == place]
         speaks = min((rank for rank in sharing if rank not in gone), default=own.rank) == own.rank
         return verdict if speaks else replace(verdict, line="", details="")
 
@@ -299,10 +299,10 @@ class Watcher(threading.Thread):
 
     def _kill(self, rank: int) -> None:
         """Kill a process of this machine that cannot end itself."""
-        card, mine = self._cards[rank], self._cards[self.rank]
-        if card.machine == mine.machine and card.pid != mine.pid:
+        identity, mine = self._identities[rank], self._identities[self.rank]
+        if identity.machine == mine.machine and identity.pid != mine.pid:
             with suppress(OSError):
-                os.kill(card.pid, signal.SIGKILL)
+                os.kill(identity.pid, signal.SIGKILL)
 
     def _forget_files(self) -> None:
         """Unlink position files, once every rank has opened those it needs."""
@@ -384,13 +384,13 @@ class Member(Watcher):
             self._schedule_end(self._verdict, now + AFTER_HUB)
         elif not self._leaving and not self._hub_left:
             place = self._position_of(0) or self._hub_beat.place
-            line = f"{self._cards[0].name} lost {place}: {NO_MESSAGE}"
+            line = f"{self._identities[0].name} lost {place}: {NO_MESSAGE}"
             self._schedule_end(Verdict("lost", (0,), line), now)
 
     def _judge(self, now: float) -> None:
         if self._verdict is not None:
             return
-        name, silent = self._cards[0].name, now - self._hub_heard
+        name, silent = self._identities[0].name, now - self._hub_heard
         beat = self._refresh_beat(0, self._hub_beat) if silent > SILENT_SECONDS else self._hub_beat
         if not self._hub_left and beat.limit is not None and silent > beat.limit:
             self._kill(0)
@@ -398,7 +398,7 @@ class Member(Watcher):
             self._schedule_end(Verdict("frozen", (0,), line), now)
         limit, waited = self._own_limit(), now - self._progressed
         if self._hub_is_gone and limit is not None and waited > limit:
-            own = f"{self._cards[self.rank].name} made no progress for {waited:.0f} s"
+            own = f"{self._identities[self.rank].name} made no progress for {waited:.0f} s"
             line = f"{name} ended, and {own}, {self._position.place}"
             self._schedule_end(Verdict("left", (0,), line), now)
 
@@ -413,7 +413,7 @@ class Hub(Watcher):
     def __init__(self, *args: Any, listener: socket.socket, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._failure_judge = Judge(
-            [card.name for card in self._cards], self._now(), self._refresh_beat
+            [identity.name for identity in self._identities], self._now(), self._refresh_beat
         )
         self._links: dict[int, Connection] = {}
         self._unidentified: list[Connection] = []
@@ -448,7 +448,7 @@ class Hub(Watcher):
         self._selector.register(link, selectors.EVENT_READ, self._read_link)
         for message in messages[1:]:
             self._handle(rank, message)
-        if len(self._links) == len(self._cards) - 1:
+        if len(self._links) == len(self._identities) - 1:
             self._selector.unregister(self._listener)
             self._listener.close()
             self._close_unidentified()
@@ -465,7 +465,7 @@ class Hub(Watcher):
         rank = hello.get("rank")
         if hello.get("hello") != self._token or type(rank) is not int:
             return None
-        return rank if 0 < rank < len(self._cards) and rank not in self._links else None
+        return rank if 0 < rank < len(self._identities) and rank not in self._links else None
 
     def _read_link(self, link: Connection) -> None:
         rank = next(rank for rank, known in self._links.items() if known is link)
@@ -497,8 +497,8 @@ class Hub(Watcher):
     def _lose_rank(self, rank: int) -> None:
         """Find the lost rank's position: read it here, or ask a rank of its machine, or use its last
         heartbeat."""
-        place, machine = self._position_of(rank), self._cards[rank].machine
-        others = [other for other in self._links if self._cards[other].machine == machine]
+        place, machine = self._position_of(rank), self._identities[rank].machine
+        others = [other for other in self._links if self._identities[other].machine == machine]
         if place is not None or not others:
             self._failure_judge.record_disconnect(rank, place)
             return

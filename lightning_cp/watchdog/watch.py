@@ -28,7 +28,7 @@ from lightning_cp.watchdog import attribution as ending
 from lightning_cp.watchdog import phase as signs
 from lightning_cp.watchdog.attribution import PATIENCE
 from lightning_cp.watchdog.device import device_queue
-from lightning_cp.watchdog.messages import COMMON, OWN, Card, Note
+from lightning_cp.watchdog.messages import COMMON, OWN, Note, RankIdentity
 from lightning_cp.watchdog.phase import STEPS, PhasePosition, Position, Slot
 from lightning_cp.watchdog.thread import GRACE, Hub, Member, Watcher
 
@@ -105,15 +105,15 @@ class Watch:
         token = secrets.token_bytes(16)
         own = self._make_slot(token)
         path = own.path if own is not None else ""
-        card = Card(rank, name, _machine(), os.getpid(), path, ending.stderr_identity())
-        cards, tokens = map(list, zip(*World().gather((card, token)), strict=True))
-        slots = self._open_slots(cards, tokens, own)
+        identity = RankIdentity(rank, name, _machine(), os.getpid(), path, ending.stderr_identity())
+        identities, tokens = map(list, zip(*World().gather((identity, token)), strict=True))
+        slots = self._open_slots(identities, tokens, own)
         try:
-            link = _connected(cards, address)
+            link = _connected(identities, address)
         except ConfigError:
             self._close_slots(slots)
             raise
-        what = (rank, cards, self.position, slots, self._limit, tokens[0].hex())
+        what = (rank, identities, self.position, slots, self._limit, tokens[0].hex())
         self._watcher = Hub(*what, listener=link) if rank == 0 else Member(*what, hub=link)
         self._watcher.start()
         signs.count(self.position)
@@ -189,36 +189,38 @@ class Watch:
         return own
 
     def _open_slots(
-        self, cards: list[Card], tokens: list[bytes], own: Slot | None
+        self, identities: list[RankIdentity], tokens: list[bytes], own: Slot | None
     ) -> dict[int, Slot]:
         """Open the positions of this machine's ranks."""
-        mine = cards[dist.get_rank()]
+        mine = identities[dist.get_rank()]
         slots = {} if own is None else {mine.rank: own}
-        for card, token in zip(cards, tokens, strict=True):
-            if card.rank != mine.rank and card.machine == mine.machine and card.path:
+        for identity, token in zip(identities, tokens, strict=True):
+            if identity.rank != mine.rank and identity.machine == mine.machine and identity.path:
                 with suppress(OSError):
-                    slots[card.rank] = Slot(card.path, token)
-                    self._slots.append(slots[card.rank])
+                    slots[identity.rank] = Slot(identity.path, token)
+                    self._slots.append(slots[identity.rank])
         return slots
 
 
-def _connected(cards: list[Card], address: str) -> socket.socket:
+def _connected(identities: list[RankIdentity], address: str) -> socket.socket:
     """Return rank 0's listener, or another rank's connection to it; collective.
 
     Raises:
         ConfigError: on every rank: some rank could not connect.
     """
-    world, first = World(), cards[0].machine
+    world, first = World(), identities[0].machine
     rank = world.rank
-    local = all(card.machine == first for card in cards)
+    local = all(identity.machine == first for identity in identities)
     found = _listen(LOOPBACK if local else "") if rank == 0 else None
     port = world.gather(found.getsockname()[1] if found is not None else 0)[0]
-    host, refused = LOOPBACK if cards[rank].machine == first else address, ""
+    host, refused = LOOPBACK if identities[rank].machine == first else address, ""
     if rank:
         try:
             found = socket.create_connection((host, port), CONNECT_TIMEOUT)
         except OSError as error:
-            refused = f"{cards[rank].name} cannot reach {host} port {port} ({error_summary(error)})"
+            refused = (
+                f"{identities[rank].name} cannot reach {host} port {port} ({error_summary(error)})"
+            )
     failed = [said for said in world.gather(refused) if said]
     if failed:
         if found is not None:

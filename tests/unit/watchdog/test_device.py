@@ -22,7 +22,7 @@ from lightning_cp.watchdog import device as devices
 from lightning_cp.watchdog import thread as watchers
 from lightning_cp.watchdog.attribution import Judge
 from lightning_cp.watchdog.device import DeviceQueue, device_queue
-from lightning_cp.watchdog.messages import Beat, Card, Verdict
+from lightning_cp.watchdog.messages import Beat, RankIdentity, Verdict
 from lightning_cp.watchdog.phase import (
     DevicePosition,
     Phase,
@@ -243,12 +243,12 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
         for _ in range(6):
             position.record_work()
         position.enter(Phase.OPTIMIZER)
-    cards = [Card(rank, f"rank {rank}", "here", os.getpid(), "") for rank in range(2)]
+    identities = [RankIdentity(rank, f"rank {rank}", "here", os.getpid(), "") for rank in range(2)]
     listener, ends = _listen(LOOPBACK), list[Verdict]()
     link = socket.create_connection((LOOPBACK, listener.getsockname()[1]))
     shared: Any = ({}, lambda *_: LIMIT, "a5" * 16, ends.append)
-    first = Hub(0, cards, positions[0], *shared, listener=listener)
-    found: list[Watcher] = [first, Member(1, cards, positions[1], *shared, hub=link)]
+    first = Hub(0, identities, positions[0], *shared, listener=listener)
+    found: list[Watcher] = [first, Member(1, identities, positions[1], *shared, hub=link)]
     for each in found:
         each.start()
     yield positions, stubs, ends

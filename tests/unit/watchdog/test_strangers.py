@@ -17,9 +17,9 @@ import pytest
 from lightning_cp.watchdog.messages import (
     MAX_MESSAGE_BYTES,
     MAX_TRACEBACK_CHARS,
-    Card,
     Connection,
     Note,
+    RankIdentity,
     Verdict,
 )
 from lightning_cp.watchdog.phase import Position, Slot
@@ -70,8 +70,10 @@ def hub_of_two(said: list[Verdict]) -> tuple[Hub, int]:
     listener = _listen(LOOPBACK)
     assert listener.getsockname()[0] == LOOPBACK
     port = listener.getsockname()[1]
-    cards = [Card(rank, f"rank {rank}", "here", os.getpid(), "") for rank in range(2)]
-    made = Hub(0, cards, Position(), {}, lambda *_: None, TOKEN, said.append, listener=listener)
+    identities = [RankIdentity(rank, f"rank {rank}", "here", os.getpid(), "") for rank in range(2)]
+    made = Hub(
+        0, identities, Position(), {}, lambda *_: None, TOKEN, said.append, listener=listener
+    )
     return made, port
 
 

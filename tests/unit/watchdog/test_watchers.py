@@ -14,7 +14,7 @@ import pytest
 from lightning_cp.watchdog import attribution as verdicts
 from lightning_cp.watchdog import thread as hubs
 from lightning_cp.watchdog import thread as watchers
-from lightning_cp.watchdog.messages import BROKEN, Card, Note, Verdict
+from lightning_cp.watchdog.messages import BROKEN, Note, RankIdentity, Verdict
 from lightning_cp.watchdog.phase import Phase, PhasePosition, Position
 from lightning_cp.watchdog.thread import Hub, Member, Watcher
 from lightning_cp.watchdog.watch import LOOPBACK, _listen
@@ -49,12 +49,14 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     monkeypatch.setattr(hubs, "GRACE", GRACE)
     for module in (hubs, watchers):
         monkeypatch.setattr(module, "PERIOD", PERIOD)
-    cards = [Card(rank, f"rank {rank}", "here", os.getpid(), "", "1:2") for rank in range(2)]
+    identities = [
+        RankIdentity(rank, f"rank {rank}", "here", os.getpid(), "", "1:2") for rank in range(2)
+    ]
     ends = [Ended(), Ended()]
     listener = _listen(LOOPBACK)
     link = socket.create_connection((LOOPBACK, listener.getsockname()[1]))
-    first = Hub(0, cards, Position(), {}, lambda *_: None, TOKEN, ends[0], listener=listener)
-    second = Member(1, cards, Position(), {}, lambda *_: None, TOKEN, ends[1], hub=link)
+    first = Hub(0, identities, Position(), {}, lambda *_: None, TOKEN, ends[0], listener=listener)
+    second = Member(1, identities, Position(), {}, lambda *_: None, TOKEN, ends[1], hub=link)
     found: list[Watcher] = [first, second]
     for each in found:
         each.start()
@@ -95,8 +97,10 @@ def test_ranks_that_write_to_one_place_say_once_where_they_stand(
         for rank, each in enumerate((first, second)):
             shown = each._verdict_to_print(verdict)
             assert shown == (verdict if rank == says else replace(verdict, **silent))
-    cards = [Card(rank, f"rank {rank}", "here", 0, "", f"1:{rank}") for rank in range(2)]
-    monkeypatch.setattr(second, "_cards", cards)  # each has a file of its own
+    identities = [
+        RankIdentity(rank, f"rank {rank}", "here", 0, "", f"1:{rank}") for rank in range(2)
+    ]
+    monkeypatch.setattr(second, "_identities", identities)  # each has a file of its own
     assert second._verdict_to_print(stuck) == stuck
     monkeypatch.setattr(verdicts.Judge, "verdict", lambda self, now: stuck)
     assert all(end.wait(10) for end in ends)
