@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lightning_cp.error_display import Meeting
-from lightning_cp.watchdog.messages import BROKEN, OWN, Beat, Note, Verdict
+from lightning_cp.watchdog.messages import BROKEN, OWN, Heartbeat, Note, Verdict
 from lightning_cp.watchdog.phase import PhasePosition
 
 PATIENCE = 3.0
@@ -35,7 +35,7 @@ class _Member:
     """The last known state of a rank."""
 
     name: str
-    beat: Beat
+    beat: Heartbeat
     last_heard: float
     """Time of its last sign of life, in seconds."""
     note: Note | None = None
@@ -65,10 +65,10 @@ class Judge:
         self,
         names: Sequence[str],
         now: float,
-        look: Callable[[int, Beat], Beat] = lambda rank, beat: beat,
+        look: Callable[[int, Heartbeat], Heartbeat] = lambda rank, beat: beat,
     ) -> None:
         self._refresh = look
-        self._members = [_Member(name, Beat(), now) for name in names]
+        self._members = [_Member(name, Heartbeat(), now) for name in names]
         self._lost: list[int] = []
         self._noted: list[int] = []
         self._progressed = now  # time of the last progress of any rank
@@ -88,7 +88,7 @@ class Judge:
         raisers = (*own, *(self._members[at] for at in named))
         return not any(member.is_connected and not member.shows_error for member in raisers)
 
-    def record_beat(self, rank: int, beat: Beat, now: float) -> None:
+    def record_beat(self, rank: int, beat: Heartbeat, now: float) -> None:
         """Record a heartbeat."""
         member = self._members[rank]
         if beat.count != member.beat.count:
@@ -165,7 +165,7 @@ class Judge:
         return self._verdict_on("left", left) if left else _stuck(members, waited)
 
 
-def frozen_line(name: str, seconds: float, beat: Beat) -> str:
+def frozen_line(name: str, seconds: float, beat: Heartbeat) -> str:
     """Return the line about a frozen rank."""
     line = f"{name} gave no sign of life for {seconds:.0f} s, {beat.place}"
     if beat.device is None or not beat.device.is_busy:

@@ -80,8 +80,8 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Beat:
-    """A rank's heartbeat, sent every half second."""
+class Heartbeat:
+    """A sign of life of a rank, sent every half second."""
 
     count: int = 0
     """Number of signs of progress since the run began, those of its device included."""
@@ -112,7 +112,7 @@ class Beat:
         return [self.count, self.since, at, self.limit, self.stack, self.module_call, device]
 
     @classmethod
-    def of_message(cls, message: list[Any]) -> Beat:
+    def of_message(cls, message: list[Any]) -> Heartbeat:
         """Read what ``as_message`` returned."""
         count, since, place, limit, stack, within, device = message
         limit = None if limit is None else float(limit)

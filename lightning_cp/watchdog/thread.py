@@ -31,8 +31,8 @@ from lightning_cp.watchdog import attribution as ending
 from lightning_cp.watchdog.attribution import NO_MESSAGE, SILENT_SECONDS, Judge, frozen_line
 from lightning_cp.watchdog.messages import (
     BROKEN,
-    Beat,
     Connection,
+    Heartbeat,
     Message,
     Note,
     RankIdentity,
@@ -232,7 +232,7 @@ class Watcher(threading.Thread):
         speaks = min((rank for rank in sharing if rank not in gone), default=own.rank) == own.rank
         return verdict if speaks else replace(verdict, line="", details="")
 
-    def _send_beat(self, beat: Beat, now: float) -> None:
+    def _send_beat(self, beat: Heartbeat, now: float) -> None:
         raise NotImplementedError
 
     def _send_note(self, note: Note, now: float) -> None:
@@ -262,7 +262,7 @@ class Watcher(threading.Thread):
         own = self._note is not None and self._note.kind != BROKEN
         return self.is_named or (own and self._verdict.kind == "raised")
 
-    def _beat(self, now: float) -> Beat:
+    def _beat(self, now: float) -> Heartbeat:
         """Make this rank's heartbeat."""
         position, limit = self._position, self._own_limit()
         device, count = position.poll_device(), position.signs
@@ -271,7 +271,7 @@ class Watcher(threading.Thread):
         stands = limit is not None and now - self._progressed > limit / 2
         since = position.count - position.began
         stack = self._stack() if stands else ""
-        return Beat(count, since, position.place, limit, stack, position.module_call, device)
+        return Heartbeat(count, since, position.place, limit, stack, position.module_call, device)
 
     def _stack(self) -> str:
         """Return the main thread's stack, as text."""
@@ -288,7 +288,7 @@ class Watcher(threading.Thread):
         """Return the seconds without progress that this rank allows at its present position."""
         return self._limit(self._position.place, self._position.is_first)
 
-    def _refresh_beat(self, rank: int, beat: Beat) -> Beat:
+    def _refresh_beat(self, rank: int, beat: Heartbeat) -> Heartbeat:
         """Replace a silent rank's last heartbeat by its position file, if that is on this machine."""
         place = self._position_of(rank)
         if place is None:
@@ -333,11 +333,11 @@ class Member(Watcher):
         super().__init__(*args, **kwargs)
         self._hub = Connection(hub)
         self._selector.register(self._hub, selectors.EVENT_READ, self._read_hub)
-        self._hub_beat, self._hub_heard = Beat(), self._now()
+        self._hub_beat, self._hub_heard = Heartbeat(), self._now()
         self._hub_left = self._hub_is_gone = False
         self._hub.send({"hello": self._token, "rank": self.rank})
 
-    def _send_beat(self, beat: Beat, now: float) -> None:
+    def _send_beat(self, beat: Heartbeat, now: float) -> None:
         self._hub.send({"beat": beat.as_message()})
 
     def _send_note(self, note: Note, now: float) -> None:
@@ -363,7 +363,7 @@ class Member(Watcher):
     def _handle(self, message: Message) -> None:
         now = self._now()
         if "beat" in message:
-            self._hub_beat, self._hub_heard = Beat.of_message(message["beat"]), now
+            self._hub_beat, self._hub_heard = Heartbeat.of_message(message["beat"]), now
         elif "ready" in message:
             self._forget_files()
         elif "where" in message:
@@ -480,7 +480,7 @@ class Hub(Watcher):
     def _handle(self, rank: int, message: Message) -> None:
         now = self._now()
         if "beat" in message:
-            self._failure_judge.record_beat(rank, Beat.of_message(message["beat"]), now)
+            self._failure_judge.record_beat(rank, Heartbeat.of_message(message["beat"]), now)
         elif "note" in message:
             self._failure_judge.record_note(rank, Note.of_message(message["note"]), now)
         elif "shows" in message:
@@ -508,7 +508,7 @@ class Hub(Watcher):
 
     # -- what is said -----------------------------------------------------------------------------
 
-    def _send_beat(self, beat: Beat, now: float) -> None:
+    def _send_beat(self, beat: Heartbeat, now: float) -> None:
         self._failure_judge.record_beat(0, beat, now)
         self._send_to_all({"beat": replace(beat, stack="").as_message()})
 

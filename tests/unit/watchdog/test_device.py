@@ -22,7 +22,7 @@ from lightning_cp.watchdog import device as devices
 from lightning_cp.watchdog import thread as watchers
 from lightning_cp.watchdog.attribution import Judge
 from lightning_cp.watchdog.device import DeviceQueue, device_queue
-from lightning_cp.watchdog.messages import Beat, RankIdentity, Verdict
+from lightning_cp.watchdog.messages import Heartbeat, RankIdentity, Verdict
 from lightning_cp.watchdog.phase import (
     DevicePosition,
     Phase,
@@ -222,8 +222,8 @@ def test_other_ranks_can_read_a_device_s_position() -> None:
 
 def test_a_message_has_the_device_s_position() -> None:
     for device in (None, busy(), busy(waits=True)):
-        beat = Beat(4, 2, OPTIMIZER, 8.0, "here", "", device)
-        assert Beat.of_message(beat.as_message()) == beat
+        beat = Heartbeat(4, 2, OPTIMIZER, 8.0, "here", "", device)
+        assert Heartbeat.of_message(beat.as_message()) == beat
 
 
 # Watchers of two ranks, with connections, in one process.
@@ -292,7 +292,7 @@ def test_the_device_that_stands_still_is_named(pair: Pair) -> None:
 # What the judge makes of it.
 
 
-def line_of(*beats: Beat, now: float = 10.6) -> str:
+def line_of(*beats: Heartbeat, now: float = 10.6) -> str:
     judging = Judge([f"rank {rank}" for rank in range(len(beats))], 0.0)
     for rank, beat in enumerate(beats):
         judging.record_beat(rank, beat, 0.0)
@@ -303,7 +303,9 @@ def line_of(*beats: Beat, now: float = 10.6) -> str:
 
 
 def test_a_device_that_waits_for_one_that_is_behind_is_not_named() -> None:
-    said = line_of(*(Beat(90, 50, OPTIMIZER, 10.0, device=busy(32 - at, at)) for at in range(3)))
+    said = line_of(
+        *(Heartbeat(90, 50, OPTIMIZER, 10.0, device=busy(32 - at, at)) for at in range(3))
+    )
     assert "first to stop: rank 2, whose device cuda:2 stands still at step 7, in backward" in said
     assert "rank 1" not in said
 
@@ -311,12 +313,12 @@ def test_a_device_that_waits_for_one_that_is_behind_is_not_named() -> None:
 def test_a_device_that_waits_in_a_collective_is_not_named() -> None:
     """It has done all of its own at this place; the one that it waits for has not."""
     said = line_of(
-        *(Beat(90, 50, OPTIMIZER, 10.0, device=busy(30, at, waits=at != 2)) for at in range(3))
+        *(Heartbeat(90, 50, OPTIMIZER, 10.0, device=busy(30, at, waits=at != 2)) for at in range(3))
     )
     assert "first to stop: rank 2, whose device cuda:2 stands still at step 7, in backward" in said
     assert "rank 1" not in said
     said = line_of(
-        *(Beat(90, 50, OPTIMIZER, 10.0, device=busy(30, at, waits=True)) for at in range(2))
+        *(Heartbeat(90, 50, OPTIMIZER, 10.0, device=busy(30, at, waits=True)) for at in range(2))
     )
     assert "all of them: rank 0, whose device cuda:0 waits for other ranks at step 7" in said
 
@@ -325,8 +327,8 @@ def test_a_host_that_gives_its_device_no_work_is_named() -> None:
     """The other's device waits for it in a collective, at the same place."""
     idle = DevicePosition(BACKWARD, 30, is_busy=False, name="cuda:0")
     said = line_of(
-        Beat(90, 30, BACKWARD, 10.0, "x.py, in sleep", device=idle),
-        Beat(90, 50, OPTIMIZER, 10.0, device=busy(30)),
+        Heartbeat(90, 30, BACKWARD, 10.0, "x.py, in sleep", device=idle),
+        Heartbeat(90, 50, OPTIMIZER, 10.0, device=busy(30)),
     )
     assert said.endswith("first to stop: rank 0 at step 7, in backward")
 
@@ -334,16 +336,16 @@ def test_a_host_that_gives_its_device_no_work_is_named() -> None:
 def test_a_host_that_waits_for_another_s_device_is_not_named() -> None:
     idle = DevicePosition(BACKWARD, 30, is_busy=False, name="cuda:0")
     said = line_of(
-        Beat(90, 30, BACKWARD, 10.0, "torch/distributed/x.py, in wait", device=idle),
-        Beat(90, 50, OPTIMIZER, 10.0, device=busy(30)),
+        Heartbeat(90, 30, BACKWARD, 10.0, "torch/distributed/x.py, in wait", device=idle),
+        Heartbeat(90, 50, OPTIMIZER, 10.0, device=busy(30)),
     )
     assert "first to stop: rank 1, whose device cuda:1 stands still" in said
 
 
 def test_a_rank_without_signs_of_life_had_a_device() -> None:
     judging = Judge(["rank 0", "rank 1"], 0.0)
-    judging.record_beat(0, Beat(1, 1, OPTIMIZER, 10.0), 10.4)
-    judging.record_beat(1, Beat(1, 1, OPTIMIZER, 10.0, device=busy()), 0.0)
+    judging.record_beat(0, Heartbeat(1, 1, OPTIMIZER, 10.0), 10.4)
+    judging.record_beat(1, Heartbeat(1, 1, OPTIMIZER, 10.0, device=busy()), 0.0)
     found = judging.verdict(10.6)
     assert found is not None
     assert found.line == (

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_cp.errors import ConfigError, RankFailure
 from lightning_cp.watchdog.attribution import NO_MESSAGE, PATIENCE, Judge
-from lightning_cp.watchdog.messages import BROKEN, COMMON, OWN, Beat, Note, Verdict
+from lightning_cp.watchdog.messages import BROKEN, COMMON, OWN, Heartbeat, Note, Verdict
 from lightning_cp.watchdog.phase import Phase, PhasePosition, Position, ProgressHooks
 
 NAMES = [f"rank {rank}" for rank in range(4)]
@@ -23,7 +23,7 @@ def judge() -> Judge:
     """Of four ranks, all of which are in the seventh step's backward at second 0."""
     made = Judge(NAMES, 0.0)
     for rank in range(4):
-        made.record_beat(rank, Beat(5, 3, AT, 10.0), 0.0)
+        made.record_beat(rank, Heartbeat(5, 3, AT, 10.0), 0.0)
     return made
 
 
@@ -118,7 +118,7 @@ def test_an_error_that_is_told_to_all_ends_nobody() -> None:
 def test_a_rank_without_signs_of_life() -> None:
     judging = judge()
     for rank in (0, 1, 2):
-        judging.record_beat(rank, Beat(5, 3, AT, 10.0), 9.9)
+        judging.record_beat(rank, Heartbeat(5, 3, AT, 10.0), 9.9)
     found = judging.verdict(10.5)
     assert line(found) == "rank 3 gave no sign of life for 10 s, at step 7, in backward"
     assert (found and found.kind) == "frozen"
@@ -127,9 +127,9 @@ def test_a_rank_without_signs_of_life() -> None:
 def test_a_silent_rank_has_the_limit_of_where_it_is() -> None:
     """Its last word was half a second old, and from where everything may take long."""
     judging = Judge(NAMES, 0.0, lambda rank, beat: replace(beat, place=AT, limit=10.0))
-    judging.record_beat(3, Beat(1, 0, PhasePosition(), 600.0), 0.0)
+    judging.record_beat(3, Heartbeat(1, 0, PhasePosition(), 600.0), 0.0)
     for rank in (0, 1, 2):
-        judging.record_beat(rank, Beat(5, 3, AT, 10.0), 9.9)
+        judging.record_beat(rank, Heartbeat(5, 3, AT, 10.0), 9.9)
     assert judging.verdict(9.9) is None
     found = judging.verdict(10.5)
     assert line(found) == "rank 3 gave no sign of life for 10 s, at step 7, in backward"
@@ -138,7 +138,7 @@ def test_a_silent_rank_has_the_limit_of_where_it_is() -> None:
 def test_all_live_and_none_goes_on() -> None:
     judging = judge()
     for rank in range(4):
-        behind = Beat(5, 2 if rank == 1 else 3, AT, 10.0, "its stack")
+        behind = Heartbeat(5, 2 if rank == 1 else 3, AT, 10.0, "its stack")
         judging.record_beat(rank, behind, 10.5)
     found = judging.verdict(10.6)
     assert found is not None
@@ -152,7 +152,7 @@ def test_who_does_not_wait_in_a_collective_is_waited_for() -> None:
     judging = judge()
     for rank in range(4):
         stack = "x.py, in sleep" if rank == 3 else "lightning_cp/comm/ring.py, in wait"
-        judging.record_beat(rank, Beat(5, 3, AT, 10.0, stack), 10.5)
+        judging.record_beat(rank, Heartbeat(5, 3, AT, 10.0, stack), 10.5)
     assert line(judging.verdict(10.6)).endswith("first to stop: rank 3 at step 7, in backward")
 
 
@@ -161,7 +161,9 @@ def test_progress_of_one_rank_is_enough() -> None:
     judging = judge()
     for second in range(1, 60):
         for rank in range(4):
-            judging.record_beat(rank, Beat(5 + (second if rank == 2 else 0), 3, AT, 10.0), second)
+            judging.record_beat(
+                rank, Heartbeat(5 + (second if rank == 2 else 0), 3, AT, 10.0), second
+            )
         assert judging.verdict(second + 0.5) is None
 
 
@@ -170,7 +172,7 @@ def test_a_rank_that_allows_itself_more_is_waited_for(limit: float | None) -> No
     """Rank 0 saves, the others wait in the next step."""
     judging = judge()
     for rank in range(4):
-        judging.record_beat(rank, Beat(5, 3, AT, limit if rank == 0 else 10.0), 100.0)
+        judging.record_beat(rank, Heartbeat(5, 3, AT, limit if rank == 0 else 10.0), 100.0)
     assert judging.verdict(100.1) is None
 
 
@@ -204,10 +206,10 @@ def _clean_up() -> None:
 
 
 def test_messages_are_what_they_were() -> None:
-    note, beat = Note("E: x", "trace", COMMON, AT), Beat(4, 2, AT, None, "here")
+    note, beat = Note("E: x", "trace", COMMON, AT), Heartbeat(4, 2, AT, None, "here")
     verdict = Verdict("lost", (1, 2), "line", "details")
     assert Note.of_message(note.as_message()) == note
-    assert Beat.of_message(beat.as_message()) == beat
+    assert Heartbeat.of_message(beat.as_message()) == beat
     assert Verdict.of_message(verdict.as_message()) == verdict
 
 
@@ -235,7 +237,7 @@ def test_the_line_of_a_timeout_says_which_call_each_rank_is_in() -> None:
     for name in ("net.layers.1", "net.layers.1"):
         position.call(name)
     for rank, within in enumerate(["call 1 of net.layers.0", position.module_call, "", ""]):
-        judging.record_beat(rank, Beat(5, 3, AT, 10.0, module_call=within), 10.5)
+        judging.record_beat(rank, Heartbeat(5, 3, AT, 10.0, module_call=within), 10.5)
     found = judging.verdict(11.0)
     assert found is not None
     assert found.line == (
