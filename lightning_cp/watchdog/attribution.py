@@ -52,8 +52,8 @@ class _Member:
         return self.has_left or (self.note is not None and self.note.kind != BROKEN)
 
 
-class Judge:
-    """The judge of failures: collects heartbeats and notes of all ranks, decides which rank failed.
+class FailureAttribution:
+    """The decision which rank failed: collects heartbeats and notes of all ranks, decides which rank failed.
 
     Args:
         names: names of the ranks, as in ``rank 2 (cp_rank 1 of 4, data_rank 0)``.

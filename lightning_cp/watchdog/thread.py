@@ -28,7 +28,12 @@ from typing import Any
 
 from lightning_cp.errors import without_home
 from lightning_cp.watchdog import attribution as ending
-from lightning_cp.watchdog.attribution import NO_MESSAGE, SILENT_SECONDS, Judge, frozen_line
+from lightning_cp.watchdog.attribution import (
+    NO_MESSAGE,
+    SILENT_SECONDS,
+    FailureAttribution,
+    frozen_line,
+)
 from lightning_cp.watchdog.messages import (
     BROKEN,
     Connection,
@@ -412,7 +417,7 @@ class Hub(Watcher):
 
     def __init__(self, *args: Any, listener: socket.socket, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._failure_judge = Judge(
+        self._attribution = FailureAttribution(
             [identity.name for identity in self._identities], self._now(), self._refresh_beat
         )
         self._links: dict[int, Connection] = {}
@@ -480,17 +485,17 @@ class Hub(Watcher):
     def _handle(self, rank: int, message: Message) -> None:
         now = self._now()
         if "beat" in message:
-            self._failure_judge.record_beat(rank, Heartbeat.of_message(message["beat"]), now)
+            self._attribution.record_beat(rank, Heartbeat.of_message(message["beat"]), now)
         elif "note" in message:
-            self._failure_judge.record_note(rank, Note.of_message(message["note"]), now)
+            self._attribution.record_note(rank, Note.of_message(message["note"]), now)
         elif "shows" in message:
-            self._failure_judge.record_shown(rank)
+            self._attribution.record_shown(rank)
         elif "bye" in message:
-            self._failure_judge.record_leave(rank)
+            self._attribution.record_leave(rank)
         elif "was" in message:
             asked = int(message["was"])
             if self._asked.pop(asked, None) is not None:
-                self._failure_judge.record_disconnect(
+                self._attribution.record_disconnect(
                     asked, PhasePosition(*map(int, message["place"]))
                 )
 
@@ -500,7 +505,7 @@ class Hub(Watcher):
         place, machine = self._position_of(rank), self._identities[rank].machine
         others = [other for other in self._links if self._identities[other].machine == machine]
         if place is not None or not others:
-            self._failure_judge.record_disconnect(rank, place)
+            self._attribution.record_disconnect(rank, place)
             return
         self._asked[rank] = self._now()
         for other in others:
@@ -509,18 +514,18 @@ class Hub(Watcher):
     # -- what is said -----------------------------------------------------------------------------
 
     def _send_beat(self, beat: Heartbeat, now: float) -> None:
-        self._failure_judge.record_beat(0, beat, now)
+        self._attribution.record_beat(0, beat, now)
         self._send_to_all({"beat": replace(beat, stack="").as_message()})
 
     def _send_note(self, note: Note, now: float) -> None:
-        self._failure_judge.record_note(0, note, now)
+        self._attribution.record_note(0, note, now)
 
     def _send_shown(self) -> None:
-        self._failure_judge.record_shown(0)
+        self._attribution.record_shown(0)
 
     def _leave(self) -> None:
         """Announce the end; the thread serves the others until they are gone."""
-        self._failure_judge.record_leave(0)
+        self._attribution.record_leave(0)
         if not self._announced_leave:
             self._announced_leave = True
             self._send_to_all({"leaving": 1})
@@ -530,12 +535,12 @@ class Hub(Watcher):
         for rank, asked in list(self._asked.items()):
             if now - asked > PERIOD:  # no rank answered
                 del self._asked[rank]
-                self._failure_judge.record_disconnect(rank)
-        if self._failure_judge.all_informed:
+                self._attribution.record_disconnect(rank)
+        if self._attribution.all_informed:
             self._send_to_all({"over": 1})
             self._done = True
         elif self._announced is None:
-            self._announce(self._failure_judge.verdict(now), now)
+            self._announce(self._attribution.verdict(now), now)
         elif self._announced.kind == "raised" and not self._ended_grace:
             self._end_grace(self._announced, now)
 
@@ -551,7 +556,7 @@ class Hub(Watcher):
 
     def _end_grace(self, said: Verdict, now: float) -> None:
         """End the waiting once the ranks that raised have shown their errors."""
-        if self._failure_judge.raisers_are_gone(said.ranks):
+        if self._attribution.raisers_are_gone(said.ranks):
             self._ended_grace = True
             self._broadcast(said, 0.0, now)
 

@@ -20,7 +20,7 @@ from lightning_cp.config import StrategyConfig
 from lightning_cp.strategies.validation import check
 from lightning_cp.watchdog import device as devices
 from lightning_cp.watchdog import thread as watchers
-from lightning_cp.watchdog.attribution import Judge
+from lightning_cp.watchdog.attribution import FailureAttribution
 from lightning_cp.watchdog.device import DeviceQueue, device_queue
 from lightning_cp.watchdog.messages import Heartbeat, RankIdentity, Verdict
 from lightning_cp.watchdog.phase import (
@@ -289,15 +289,15 @@ def test_the_device_that_stands_still_is_named(pair: Pair) -> None:
     )
 
 
-# What the judge makes of it.
+# What the attribution makes of it.
 
 
 def line_of(*beats: Heartbeat, now: float = 10.6) -> str:
-    judging = Judge([f"rank {rank}" for rank in range(len(beats))], 0.0)
+    attribution = FailureAttribution([f"rank {rank}" for rank in range(len(beats))], 0.0)
     for rank, beat in enumerate(beats):
-        judging.record_beat(rank, beat, 0.0)
-        judging.record_beat(rank, beat, now - 0.1)
-    found = judging.verdict(now)
+        attribution.record_beat(rank, beat, 0.0)
+        attribution.record_beat(rank, beat, now - 0.1)
+    found = attribution.verdict(now)
     assert found is not None
     return found.line
 
@@ -343,10 +343,10 @@ def test_a_host_that_waits_for_another_s_device_is_not_named() -> None:
 
 
 def test_a_rank_without_signs_of_life_had_a_device() -> None:
-    judging = Judge(["rank 0", "rank 1"], 0.0)
-    judging.record_beat(0, Heartbeat(1, 1, OPTIMIZER, 10.0), 10.4)
-    judging.record_beat(1, Heartbeat(1, 1, OPTIMIZER, 10.0, device=busy()), 0.0)
-    found = judging.verdict(10.6)
+    attribution = FailureAttribution(["rank 0", "rank 1"], 0.0)
+    attribution.record_beat(0, Heartbeat(1, 1, OPTIMIZER, 10.0), 10.4)
+    attribution.record_beat(1, Heartbeat(1, 1, OPTIMIZER, 10.0, device=busy()), 0.0)
+    found = attribution.verdict(10.6)
     assert found is not None
     assert found.line == (
         "rank 1 gave no sign of life for 11 s, at step 7, in optimizer; its device cuda:1 was at step 7, in "

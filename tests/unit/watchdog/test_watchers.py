@@ -102,7 +102,7 @@ def test_ranks_that_write_to_one_place_say_once_where_they_stand(
     ]
     monkeypatch.setattr(second, "_identities", identities)  # each has a file of its own
     assert second._verdict_to_print(stuck) == stuck
-    monkeypatch.setattr(verdicts.Judge, "verdict", lambda self, now: stuck)
+    monkeypatch.setattr(verdicts.FailureAttribution, "verdict", lambda self, now: stuck)
     assert all(end.wait(10) for end in ends)
 
 
