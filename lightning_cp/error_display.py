@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, Protocol
 
 FULL = "LIGHTNING_CP_FULL_ERROR"
 """``1``: every rank shows its error with all frames."""
-MEETING = 4.0
+ELECTION = 4.0
 """Seconds to wait for the other failed ranks of the machine."""
 SHOWING = 8.0
 """Seconds that the other ranks wait until the error is shown."""
@@ -178,14 +178,14 @@ def show(error: BaseException, act: Callable[[], None] | None = None) -> None:
     """
     act = act or (lambda: write(text_of(error)))
     with _without_sigterm():
-        meeting = Meeting.here() if is_ours(error) else None
-        if meeting is not None and not is_full():
-            meeting.show(error, act)
+        election = ErrorElection.here() if is_ours(error) else None
+        if election is not None and not is_full():
+            election.show(error, act)
             return
         _notify(error)
         act()
-        if meeting is not None:
-            meeting.wait()
+        if election is not None:
+            election.wait()
 
 
 def write(text: str) -> None:
@@ -277,7 +277,7 @@ def error_of(cause: object) -> BaseException | None:
 # -- ranks of one machine ------------------------------------------------------------------------------
 
 
-class Meeting:
+class ErrorElection:
     """A folder in which the failed ranks of one machine agree on the one that shows the error.
 
     Args:
@@ -289,8 +289,8 @@ class Meeting:
         self._folder, self._place = folder, place
 
     @classmethod
-    def here(cls) -> Meeting | None:
-        """Return the meeting of this machine; ``None`` for a single rank, or without a folder."""
+    def here(cls) -> ErrorElection | None:
+        """Return the election of this machine; ``None`` for a single rank, or without a folder."""
         place = _here()
         if place.count < 2:
             return None
@@ -306,13 +306,13 @@ class Meeting:
         kind = "report" if not getattr(error, "is_own", True) else "own"
         self._leave("card", kind, self._place.name, type(error).__name__, str(error))
         _notify(error)
-        self._wait(lambda: len(self._cards()) >= self._place.count, MEETING)
+        self._wait(lambda: len(self._cards()) >= self._place.count, ELECTION)
         cards = self._cards()
         rank = self._rank_that_shows(cards)
         if rank != self._place.rank:
             self._end(self._line(error, cards[rank]))
             return
-        self._wait(lambda: len(self._there("line")) >= len(self._cards()) - 1, MEETING)
+        self._wait(lambda: len(self._there("line")) >= len(self._cards()) - 1, ELECTION)
         act()
         if len(self._cards()) < self._place.count:
             self._leave("shown")  # for a rank that arrives later
@@ -323,7 +323,7 @@ class Meeting:
         """Wait until every rank has shown its whole error."""
         self._leave("card", "full", self._place.name, "", "")
         self._wait(
-            lambda: len(self._cards()) >= self._place.count or not self._folder.exists(), MEETING
+            lambda: len(self._cards()) >= self._place.count or not self._folder.exists(), ELECTION
         )
         if len(self._cards()) >= self._place.count:
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from lightning_cp.error_display import Meeting
+from lightning_cp.error_display import ErrorElection
 from lightning_cp.watchdog.messages import BROKEN, OWN, Heartbeat, Note, Verdict
 from lightning_cp.watchdog.phase import PhasePosition
 
@@ -252,8 +252,12 @@ def end_process(verdict: Verdict) -> NoReturn:
     """
     details = verdict.details.rstrip() + "\n" if verdict.is_standstill else ""
     say = partial(os.write, 2, _encoded(f"\n{details}{verdict.line}\n"))
-    if verdict.is_shown and FOLDER not in os.environ and (meeting := Meeting.here()) is not None:
-        say = partial(meeting.give_way, verdict.line)
+    if (
+        verdict.is_shown
+        and FOLDER not in os.environ
+        and (election := ErrorElection.here()) is not None
+    ):
+        say = partial(election.give_way, verdict.line)
     acts = [partial(report_to_parent, verdict), sys.stdout.flush, say, *exit_actions]
     if not verdict.line:
         acts = [sys.stdout.flush, partial(time.sleep, VERDICT_WAIT), *exit_actions]

@@ -136,7 +136,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(error_display, "_place", None)
     monkeypatch.setattr(error_display, "_asked_hydra", False)
-    monkeypatch.setattr(error_display, "MEETING", 0.1)
+    monkeypatch.setattr(error_display, "ELECTION", 0.1)
     monkeypatch.setattr(
         sys, "excepthook", sys.__excepthook__
     )  # process groups of other tests leave theirs
@@ -196,16 +196,16 @@ def test_a_hook_of_the_program_s_is_asked(
 
 
 def _end_with(rank: int, count: int, error: Exception, folder: Path, limit: float) -> None:
-    error_display.MEETING = limit
+    error_display.ELECTION = limit
     seat = error_display.ProcessPlace(rank, f"rank {rank} of {count}", count)
-    meeting = error_display.Meeting(folder / "meeting", seat)
+    election = error_display.ErrorElection(folder / "election", seat)
     with (folder / "terminal").open("a") as terminal, redirect_stderr(terminal):
-        meeting.show(error, lambda: error_display.write(error_display.text_of(error)))
+        election.show(error, lambda: error_display.write(error_display.text_of(error)))
 
 
 def told(folder: Path, *errors: Exception, count: int = 0, limit: float = 20.0) -> list[str]:
     """What ranks print that end with these errors, one after the other or at once."""
-    (folder / "meeting").mkdir()
+    (folder / "election").mkdir()
     context = multiprocessing.get_context("fork")
     count = count or len(errors)
     ranks = [
@@ -226,7 +226,7 @@ def test_rank_0_shows_what_all_have(tmp_path: Path) -> None:
     assert sorted(line.strip() for line in lines) == [
         f"rank {at} of 4 ended: rank 0 of 4 shows the ConfigError" for at in (1, 2, 3)
     ]
-    assert not (tmp_path / "meeting").exists()
+    assert not (tmp_path / "election").exists()
 
 
 def test_the_rank_that_found_it_shows_it(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_the_rank_that_found_it_shows_it(tmp_path: Path) -> None:
 def _show_all(rank: int, folder: Path) -> None:
     os.environ[error_display.FULL], tempfile.tempdir = "1", str(folder)
     error_display.set_place(error_display.ProcessPlace(rank, f"rank {rank} of 2", 2))
-    error_display.MEETING = 20.0
+    error_display.ELECTION = 20.0
     time.sleep(rank)
     with (folder / "terminal").open("a") as terminal, redirect_stderr(terminal):
         error_display.show(ConfigError("sizes"))
@@ -275,31 +275,35 @@ def test_a_rank_ends_as_the_meeting_is_cleared_away(
     def gone(folder: Path, pattern: str) -> Any:
         raise FileNotFoundError(folder)
 
-    meeting = error_display.Meeting(tmp_path, error_display.ProcessPlace(0, "rank 0 of 1", 1))
+    election = error_display.ErrorElection(
+        tmp_path, error_display.ProcessPlace(0, "rank 0 of 1", 1)
+    )
     monkeypatch.setattr(Path, "glob", gone)
-    monkeypatch.setattr(error_display, "MEETING", 0.0)
+    monkeypatch.setattr(error_display, "ELECTION", 0.0)
     shown: list[bool] = []
-    meeting.show(ConfigError("sizes"), lambda: shown.append(True))
+    election.show(ConfigError("sizes"), lambda: shown.append(True))
     assert shown == [True]
 
 
 def test_a_watcher_s_thread_takes_no_file_of_the_thread_that_raised(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    meeting = error_display.Meeting(tmp_path, error_display.ProcessPlace(0, "rank 0 of 2", 2))
-    monkeypatch.setattr(error_display, "MEETING", 0.0)
+    election = error_display.ErrorElection(
+        tmp_path, error_display.ProcessPlace(0, "rank 0 of 2", 2)
+    )
+    monkeypatch.setattr(error_display, "ELECTION", 0.0)
     monkeypatch.setattr(error_display, "SHOWING", 0.0)
     rename, kinds = Path.rename, []
 
     def end_as_well(path: Path, target: Path) -> Path:
         monkeypatch.setattr(Path, "rename", rename)
-        watcher = threading.Thread(target=meeting.give_way, args=("rank 1 shows its error",))
+        watcher = threading.Thread(target=election.give_way, args=("rank 1 shows its error",))
         watcher.start()
         watcher.join()
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", end_as_well)
-    meeting.show(
+    election.show(
         ConfigError("sizes"), lambda: kinds.append(json.loads((tmp_path / "0.card").read_text())[0])
     )
     assert kinds == ["own"]
@@ -310,7 +314,7 @@ def test_an_error_is_shown_where_the_others_do_not_come(
 ) -> None:
     (last,) = told(tmp_path, RankFailure("rank 9 raised"), count=3, limit=0.1)
     assert last.endswith("RankFailure: rank 9 raised\n")
-    cards = [path for path in (tmp_path / "meeting").iterdir() if path.suffix == ".card"]
+    cards = [path for path in (tmp_path / "election").iterdir() if path.suffix == ".card"]
     assert [json.loads(path.read_text())[0] for path in cards] == ["report"]
     _end_with(1, 3, ConfigError("late"), tmp_path, 0.1)
     assert "ended with ConfigError: late" in (tmp_path / "terminal").read_text()
