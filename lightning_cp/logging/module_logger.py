@@ -28,8 +28,8 @@ from lightning_cp.layout.axes import Flat
 from lightning_cp.logging.metrics import ReplicatedMetrics
 from lightning_cp.logging.reduce import (
     STEP_LOSS,
-    Kind,
     LogCall,
+    ReductionRule,
     StepLog,
     StepRanks,
     raise_refused,
@@ -167,10 +167,10 @@ class ModuleLog:
     def log(self, name: str, value: Any, options: dict[str, Any]) -> None:
         """Handle one call of ``self.log``."""
         value = whole(value)
-        kind = kind_of(value, options)
+        rule = rule_of(value, options)
         self._compare_metric(name, value)
-        shown = self._step_value(value, options) if kind is Kind.METRIC else value
-        if kind is None or shown is None or self._module._current_fx_name is None:
+        shown = self._step_value(value, options) if rule is ReductionRule.METRIC else value
+        if rule is None or shown is None or self._module._current_fx_name is None:
             self._own_log(name, value, **options)
             return
         if not isinstance(shown, torch.Tensor):
@@ -178,11 +178,11 @@ class ModuleLog:
         values, where = [shown.reshape(())], self._current_hook
         if self._is_deferred(options):
             emit = self._emitter(where, name, value, options)
-            self._calls.add(LogCall(name, kind, values, emit, where))
+            self._calls.add(LogCall(name, rule, values, emit, where))
             return
         self._own_log(name, value, **self._grouped(options))
         if not options.get("rank_zero_only"):
-            self._calls.add(LogCall(name, Kind.SHOWN, values, _do_nothing, where))
+            self._calls.add(LogCall(name, ReductionRule.SHOWN, values, _do_nothing, where))
 
     def _compare_metric(self, name: str, value: Any) -> None:
         """Compare a metric that averages numbers between ranks, the first few times."""
@@ -194,7 +194,13 @@ class ModuleLog:
             return
         self._comparisons[name] += 1
         self._calls.add(
-            LogCall(name, Kind.MEAN_METRIC, [numbers_in(value)], _do_nothing, self._current_hook)
+            LogCall(
+                name,
+                ReductionRule.MEAN_METRIC,
+                [numbers_in(value)],
+                _do_nothing,
+                self._current_hook,
+            )
         )
 
     def log_ratio(
@@ -220,7 +226,7 @@ class ModuleLog:
 
         name = f"of shape {tuple(loss.shape)}"
         where = STEP_LOSS if loss.requires_grad else f"{STEP_LOSS}, without a graph"
-        self._calls.add(LogCall(name, Kind.MEAN, [loss], emit, where))
+        self._calls.add(LogCall(name, ReductionRule.MEAN, [loss], emit, where))
 
     # -- from the strategy and the callback --------------------------------------------------------
 
@@ -349,7 +355,7 @@ class ModuleLog:
             with self._in_hook(where):
                 self._show_ratio(name, total, count, sums, options)
 
-        return LogCall(name, Kind.RATIO, [total, count], emit, where, options)
+        return LogCall(name, ReductionRule.RATIO, [total, count], emit, where, options)
 
     def _show_ratio(self, name: str, *values: Any) -> None:
         log_token_ratio(self._module, self._own_log, name, *values, sync_on_compute=False)
@@ -463,10 +469,10 @@ def whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def kind_of(value: Any, options: dict[str, Any]) -> Kind | None:
+def rule_of(value: Any, options: dict[str, Any]) -> ReductionRule | None:
     """Return how ranks' values are combined; ``None``: not a loggable value, Lightning raises."""
     if isinstance(value, Metric):
-        return Kind.METRIC
+        return ReductionRule.METRIC
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex():
             return None
@@ -476,18 +482,18 @@ def kind_of(value: Any, options: dict[str, Any]) -> Kind | None:
     else:
         return None
     if flag or integer:
-        return Kind.FLAG if flag else Kind.COUNT
+        return ReductionRule.FLAG if flag else ReductionRule.COUNT
     reduction = options.get("reduce_fx")
     if isinstance(reduction, str):
         reduction = reduction.lower()
-    for kind, known in _REDUCTIONS.items():
+    for rule, known in _REDUCTIONS.items():
         if reduction in known:
-            return kind
-    return Kind.MEAN
+            return rule
+    return ReductionRule.MEAN
 
 
-_REDUCTIONS: dict[Kind, tuple[Any, ...]] = {
-    Kind.SUM: ("sum", torch.sum, sum),
-    Kind.LARGEST: ("max", torch.max, max),
-    Kind.SMALLEST: ("min", torch.min, min),
+_REDUCTIONS: dict[ReductionRule, tuple[Any, ...]] = {
+    ReductionRule.SUM: ("sum", torch.sum, sum),
+    ReductionRule.LARGEST: ("max", torch.max, max),
+    ReductionRule.SMALLEST: ("min", torch.min, min),
 }

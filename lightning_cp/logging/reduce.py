@@ -177,7 +177,7 @@ def weighted_mean(rows: torch.Tensor, shares: Shares) -> torch.Tensor:
     return torch.where(equal(rows), rows[0], mean)
 
 
-class Kind(Enum):
+class ReductionRule(Enum):
     """Rule by which values that differ between ranks of one sample become one process's value."""
 
     MEAN = "mean"
@@ -213,7 +213,7 @@ class LogCall:
     """One call of ``log``."""
 
     name: str
-    kind: Kind
+    rule: ReductionRule
     values: Sequence[torch.Tensor]
     emit: Callable[..., None]
     """Shows the value, by default the one given. For a ratio: takes total and count of all ranks."""
@@ -230,8 +230,8 @@ class _SharedCall:
     """A call that all ranks have."""
 
     call: LogCall
-    kind: Kind
-    """``METRIC`` if ranks have different kinds."""
+    rule: ReductionRule
+    """``METRIC`` if ranks have different rules."""
     is_loss: bool
     """It is the loss that a step returned."""
     looks: bool
@@ -247,7 +247,7 @@ class _SharedCall:
     @cached_property
     def is_plain_mean(self) -> bool:
         """True if ranks computed a mean alike: it is shown without a look at the values."""
-        return self.kind in MEANS and not self.looks
+        return self.rule in MEANS and not self.looks
 
 
 class StepLog:
@@ -303,7 +303,7 @@ class StepLog:
         self._nan.read(wait=not of_a_batch)
         mesh = ranks.mesh
         flat = Flat.LOSS if together and mesh.data_size > 1 else Flat.CP
-        own = [(call.key, call.kind.value, call.where, call.name, call.options) for call in calls]
+        own = [(call.key, call.rule.value, call.where, call.name, call.options) for call in calls]
         own.sort()
         lists = agree_on_calls(own, ranks, flat, to_backward=to_backward)
         if not any(lists):
@@ -311,7 +311,9 @@ class StepLog:
         if not _losses_fit(lists, mesh.sample_size):
             calls = [call for call in calls if not call.where.startswith(STEP_LOSS)]
         calls = self._with_missing_ratios(calls, lists)
-        ratios = sorted([call for call in calls if call.kind is Kind.RATIO], key=attrgetter("key"))
+        ratios = sorted(
+            [call for call in calls if call.rule is ReductionRule.RATIO], key=attrgetter("key")
+        )
         if ratios:
             _reduce_ratios(ratios, mesh, flat)
         first = 0 if flat is Flat.CP else mesh.data_rank * mesh.sample_size
@@ -365,17 +367,17 @@ class StepLog:
         self._doubt(doubtful, calls, doubted)
         for each in shared:
             call, row, nan = each.call, each.rows[0], each.nan
-            if each.differs and shares is not None and call.kind in MEANS and not each.is_loss:
+            if each.differs and shares is not None and call.rule in MEANS and not each.is_loss:
                 held = [x and y > 0 for x, y in zip(nan, read_shares(shares), strict=True)]
                 self._nan.warn_of(call.name, call.where, held)
-            if each.kind in MEANS and shares is not None:
+            if each.rule in MEANS and shares is not None:
                 own = losses.shares_by(each.rows[-1]) if losses and each.differs else shares
                 if own is None:
                     self._warn_of_counts(call)
                 call.emit = partial(call.emit, weighted_mean(row, shares if own is None else own))
             elif each.differs:
                 weights = None if shares is None else read_shares(shares)
-                self._reduce_value(call, each.kind, row, weights)
+                self._reduce_value(call, each.rule, row, weights)
 
     def _doubt(
         self, shared: list[_SharedCall], calls: list[LogCall], of: Sequence[Mismatch]
@@ -411,7 +413,7 @@ class StepLog:
 
     def _with_missing_ratios(self, calls: list[LogCall], lists: list[list[Any]]) -> list[LogCall]:
         """Add the ratios that only other ranks logged, with total and count 0 here."""
-        ratios = {key: rest for one in lists for key, kind, *rest in one if kind == "ratio"}
+        ratios = {key: rest for one in lists for key, rule, *rest in one if rule == "ratio"}
         if not ratios:
             return calls
         found = [call for call in calls if _is_ratio(call) or call.key not in ratios]
@@ -422,42 +424,48 @@ class StepLog:
         return found
 
     def _reduce_value(
-        self, call: LogCall, kind: Kind, row: torch.Tensor, shares: Sequence[float] | None
+        self, call: LogCall, rule: ReductionRule, row: torch.Tensor, shares: Sequence[float] | None
     ) -> None:
         """Combine the different values of all ranks of the group into one."""
-        if kind in (Kind.LARGEST, Kind.SMALLEST):
-            call.emit = partial(call.emit, row.amax(0) if kind is Kind.LARGEST else row.amin(0))
+        if rule in (ReductionRule.LARGEST, ReductionRule.SMALLEST):
+            call.emit = partial(
+                call.emit, row.amax(0) if rule is ReductionRule.LARGEST else row.amin(0)
+            )
             return
-        if call.kind is not Kind.MEAN_METRIC or shares is None or max(shares) - min(shares) > 1e-9:
-            self._warn_of_difference(call.name, kind)
-        if call.kind in (Kind.SHOWN, Kind.MEAN_METRIC):
+        if (
+            call.rule is not ReductionRule.MEAN_METRIC
+            or shares is None
+            or max(shares) - min(shares) > 1e-9
+        ):
+            self._warn_of_difference(call.name, rule)
+        if call.rule in (ReductionRule.SHOWN, ReductionRule.MEAN_METRIC):
             return
-        if kind in (Kind.COUNT, Kind.SUM):
+        if rule in (ReductionRule.COUNT, ReductionRule.SUM):
             nothing = (
                 row.new_tensor(shares or [1.0] * len(row)) == 0
             )  # a mean over no targets is NaN
             value = row.masked_fill(nothing & row.isnan(), 0.0).sum(0)
-        elif kind is Kind.FLAG:
+        elif rule is ReductionRule.FLAG:
             value = row.amax(0)
         else:
             value = weighted_mean(row, shares or [1 / len(row)] * len(row))
         call.emit = partial(call.emit, value)
 
-    def _warn_of_difference(self, name: str, kind: Kind) -> None:
+    def _warn_of_difference(self, name: str, rule: ReductionRule) -> None:
         if name in self._warned:
             return
         self._warned.add(name)
-        if kind is Kind.MEAN_METRIC:
+        if rule is ReductionRule.MEAN_METRIC:
             self._warn(_MEAN_METRIC.format(name=name))
             return
         self._warn(
             f"self.log({name!r}, ...) got different values from ranks that share a sample, so one process's "
-            f"value is unknown. {_SHOWN_VALUES[kind]} To log a mean over tokens exactly, call "
+            f"value is unknown. {_SHOWN_VALUES[rule]} To log a mean over tokens exactly, call "
             f"self.cp_log({name!r}, total, count) of ContextParallelMixin with sums over a rank's own tokens."
         )
 
 
-MEANS = (Kind.MEAN, Kind.LARGEST, Kind.SMALLEST)
+MEANS = (ReductionRule.MEAN, ReductionRule.LARGEST, ReductionRule.SMALLEST)
 
 _MEAN_METRIC = (
     "self.log({name!r}, ...) got a metric that averages numbers (MeanMetric), with different ones on ranks "
@@ -474,13 +482,13 @@ _COUNTS = (
 )
 
 _SHOWN_VALUES = {
-    Kind.MEAN: "The plain mean over these ranks is shown.",
-    Kind.COUNT: "It is an integer, so the sum over these ranks is shown.",
-    Kind.SUM: "It is added up over batches, so the sum over these ranks is shown.",
-    Kind.FLAG: "True is shown if it is true on any of these ranks.",
-    Kind.METRIC: "The step shows the mean over these ranks, weighted by targets; the metric's value for "
-    "the epoch is not affected.",
-    Kind.SHOWN: "Each rank shows its own value.",
+    ReductionRule.MEAN: "The plain mean over these ranks is shown.",
+    ReductionRule.COUNT: "It is an integer, so the sum over these ranks is shown.",
+    ReductionRule.SUM: "It is added up over batches, so the sum over these ranks is shown.",
+    ReductionRule.FLAG: "True is shown if it is true on any of these ranks.",
+    ReductionRule.METRIC: "The step shows the mean over these ranks, weighted by targets; the "
+    "metric's value for the epoch is not affected.",
+    ReductionRule.SHOWN: "Each rank shows its own value.",
 }
 
 
@@ -492,23 +500,23 @@ def _exchange(
     losses: Losses | None,
 ) -> list[_SharedCall]:
     """Return all calls but ratios that every rank has; arguments of ``_reduce_values``. Collective."""
-    kinds: dict[str, list[Kind]] = {}
+    rules: dict[str, list[ReductionRule]] = {}
     for one in lists:
-        for key, kind, *_ in one:
-            kinds.setdefault(key, []).append(Kind(kind))
+        for key, rule, *_ in one:
+            rules.setdefault(key, []).append(ReductionRule(rule))
     shared: list[_SharedCall] = []
     values: list[torch.Tensor] = []
     for call in sorted(calls, key=attrgetter("key")):
-        of_ranks = kinds.get(call.key, [])
-        if len(of_ranks) < len(lists) or call.kind is Kind.RATIO:
+        of_ranks = rules.get(call.key, [])
+        if len(of_ranks) < len(lists) or call.rule is ReductionRule.RATIO:
             continue
-        own, kind = [call.values[0]], call.kind if len({*of_ranks}) == 1 else Kind.METRIC
+        own, rule = [call.values[0]], call.rule if len({*of_ranks}) == 1 else ReductionRule.METRIC
         is_mean = {*of_ranks} <= {*MEANS}  # on all ranks: they send as much
         is_loss = call.where.startswith(STEP_LOSS)
         looks = evidence_of if is_mean and not is_loss else None
         own += [] if looks is None else [looks(own[0])]
         own += [losses.likeness(own[0])] if losses and is_mean else []
-        shared.append(_SharedCall(call, kind, is_loss, looks is not None, own))
+        shared.append(_SharedCall(call, rule, is_loss, looks is not None, own))
         values += own
     both = iter(side_by_side(values, mesh))
     for each in shared:
@@ -555,7 +563,7 @@ def _without_step_mismatch(
 
 
 def _is_ratio(call: LogCall) -> bool:
-    return call.kind is Kind.RATIO
+    return call.rule is ReductionRule.RATIO
 
 
 def _losses_fit(lists: list[list[Any]], size: int) -> bool:

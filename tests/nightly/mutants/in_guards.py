@@ -38,10 +38,10 @@ GUARD_MUTANTS = (
         "Whole rows times a number that differs a little between ranks train on.",
     ),
     Mutant(
-        "ranks combine a value by their own kind of it",
+        "ranks combine a value by their own rule",
         "lightning_cp/logging/reduce.py",
-        "call.kind if len({*of_ranks}) == 1 else Kind.METRIC",
-        "call.kind",
+        "call.rule if len({*of_ranks}) == 1 else ReductionRule.METRIC",
+        "call.rule",
         (
             "tests/ranks/logging/test_log_kinds.py::test_ranks_that_log_a_name_with_other_kinds[ring3]",
         ),
