@@ -42,18 +42,18 @@ def watch_shifts(handle: SwapHandle, is_watched: Callable[[], bool]) -> None:
             return lambda: None
         assert handle.state is not None
         seen.add(kind)
-        cuts = Cuts(handle.state.layout.local_len)
-        _start_recording(cuts)
-        stop = weakref.finalize(handle, _stop_recording, cuts)  # also if the step never ends
+        slices = SequenceSlices(handle.state.layout.local_len)
+        _start_recording(slices)
+        stop = weakref.finalize(handle, _stop_recording, slices)  # also if the step never ends
         stop.atexit = False
 
         def leave() -> None:
             stop()
             if sys.exc_info()[0] is not None:  # the error that ends the step says more
                 return
-            if cuts.shift is not None and _SHIFT_WARNING not in handle.warned:
+            if slices.shift is not None and _SHIFT_WARNING not in handle.warned:
                 handle.warned.add(_SHIFT_WARNING)
-                error_display.warn(_SHIFT_WARNING, cuts.shift)
+                error_display.warn(_SHIFT_WARNING, slices.shift)
 
         return leave
 
@@ -88,26 +88,26 @@ def _is_observed(handle: SwapHandle) -> bool:
     return mesh.sample_size > 1 and not mesh.sample_rank and not mesh.data_rank
 
 
-class Cut(NamedTuple):
+class SequenceSlice(NamedTuple):
     """One slice of a tensor that cuts off its first or last token."""
 
     tensor: weakref.ref[torch.Tensor]
     integers: bool
     line: error_display.SourceLine
 
-    def is_of(self, other: Cut) -> bool:
+    def is_of(self, other: SequenceSlice) -> bool:
         """True if both cut the same tensor, and it still exists."""
         x = self.tensor()
         return x is not None and x is other.tensor()
 
 
-class Cuts:
+class SequenceSlices:
     """Slices of one step along the sequence, without the last or without the first token."""
 
     def __init__(self, length: int) -> None:
         self._length = length
-        self._without_last: list[Cut] = []
-        self._without_first: list[Cut] = []
+        self._without_last: list[SequenceSlice] = []
+        self._without_first: list[SequenceSlice] = []
         self._whole: list[error_display.SourceLine] = []
         """Shifts of integers that keep the length of the logits: rolled, or padded before or after a cut."""
         self._short: list[weakref.ref[torch.Tensor]] = []
@@ -123,7 +123,7 @@ class Cuts:
             index = _narrowed(x, *args, **kwargs) if name == "narrow" else args[0]
             taken = _along_the_sequence(index, x.dim())
             if taken is not None:
-                self._note_cut(x, taken, result)
+                self._note_slice(x, taken, result)
 
     def _note_pad(self, x: torch.Tensor, pad: Any, *_: Any, **__: Any) -> None:
         at_the_end = pad[0] == 0 and pad[1] > 0
@@ -135,17 +135,17 @@ class Cuts:
         if is_sequence and shifts in (-1, (-1,), [-1]) and dims in (1, -1, (1,), (-1,), [1], [-1]):
             self._whole.append(error_display.user_line())
 
-    def _note_cut(self, x: torch.Tensor, taken: slice, result: torch.Tensor) -> None:
+    def _note_slice(self, x: torch.Tensor, taken: slice, result: torch.Tensor) -> None:
         integers = x.dim() == 2 and x.dtype in _INTEGERS
         if x.shape[1] > self._length:
             if integers and taken.start == 1 and taken.stop in (None, x.shape[1]):
                 self._whole.append(error_display.user_line())
             return
-        cut = Cut(weakref.ref(x), integers, error_display.user_line())
+        observed = SequenceSlice(weakref.ref(x), integers, error_display.user_line())
         if taken.start in (None, 0) and taken.stop in (-1, self._length - 1):
-            self._without_last.append(cut)
+            self._without_last.append(observed)
         elif taken.start == 1 and taken.stop in (None, self._length):
-            self._without_first.append(cut)
+            self._without_first.append(observed)
             if integers:
                 self._short.append(weakref.ref(result))
 
@@ -191,22 +191,22 @@ def _narrowed(x: torch.Tensor, dim: int, start: Any, length: int) -> tuple[slice
 _METHODS = ("__getitem__", "narrow", "roll")
 _FUNCTIONS = ((torch, "narrow"), (torch, "roll"), (F, "pad"))
 
-_watching: list[Cuts] = []
+_watching: list[SequenceSlices] = []
 """Active recordings, which share the replaced methods."""
 
 _methods = PatchSet()
 
 
-def _start_recording(cuts: Cuts) -> None:
+def _start_recording(slices: SequenceSlices) -> None:
     if not _watching:
         for name in _METHODS:
             link = ChainedPatch(getattr(torch.Tensor, name))
             _methods.put_value(torch.Tensor, name, _noting(name, link))
-    _watching.append(cuts)
+    _watching.append(slices)
 
 
-def _stop_recording(cuts: Cuts) -> None:
-    _watching.remove(cuts)
+def _stop_recording(slices: SequenceSlices) -> None:
+    _watching.remove(slices)
     if not _watching:
         _methods.undo()
 
@@ -220,8 +220,8 @@ def _noting(name: str, link: ChainedPatch) -> Callable[..., Any]:
             return link.original(*args, **kwargs)
         result = link.original(*args, **kwargs)
         if _watching and args and _is_plain(args[0]):
-            for cuts in _watching:
-                cuts.note(name, result, *args, **kwargs)
+            for slices in _watching:
+                slices.note(name, result, *args, **kwargs)
         return result
 
     return call
