@@ -45,8 +45,8 @@ from lightning_cp.parity.diagnosis import (
     PLAIN_LOSS,
     RING,
     ULYSSES,
-    Beginning,
     Evidence,
+    FirstDifference,
     begins,
     diagnose,
     healthy,
@@ -170,13 +170,13 @@ class DifferenceExplainer(StepComparer):
         single, parallel = runner.run_single(batch), runner.run_parallel(batch)
         probe, counts = runtime.losses.probe, runtime.losses.probe.counts
         other_counts = counts.difference(runtime.mesh.control_group(Flat.LOSS))
-        beginning = self._beginning(batch, runner, single, parallel)
+        first_difference = self._first_difference(batch, runner, single, parallel)
         tokens = token_gradients(single, parallel, runtime.mesh, self.tolerance(single))
         ignored = parallel.positions_ignored
         made = self._experiments(batch)
         diagnosis = diagnose(
             Evidence(
-                *(base, beginning, made, ignored, tokens),
+                *(base, first_difference, made, ignored, tokens),
                 other_counts=other_counts,
                 beside_other_terms=self.runner.is_any(counts.beside_other_terms),
                 counts_rows=not self.runner.is_any(
@@ -189,9 +189,9 @@ class DifferenceExplainer(StepComparer):
         report = ill(base, made, diagnosis, self.runner.count(batch), uneven=self.uneven)
         return f"{report}\n{hint}" if hint and other_counts is None else report
 
-    def _beginning(
+    def _first_difference(
         self, batch: Any, runner: Runner, single: StepPass, parallel: StepPass
-    ) -> Beginning | None:
+    ) -> FirstDifference | None:
         event = first_deviation(single, parallel, runner.runtime.mesh, self.tolerance(single))
         if event is None:
             return None
@@ -200,7 +200,7 @@ class DifferenceExplainer(StepComparer):
         agreed = [at for at, one in enumerate(before) if one.tensor is not None]
         behind = bool(attention) and (not agreed or attention[-1] > agreed[-1])
         matters = None if attention else self._other_tokens_matter(runner, batch, single, event)
-        return Beginning(event, behind, matters)
+        return FirstDifference(event, behind, matters)
 
     def _other_tokens_matter(
         self, runner: Runner, batch: Any, single: StepPass, event: Event

@@ -97,7 +97,7 @@ REMEDY = {
 
 
 @dataclass(frozen=True)
-class Beginning:
+class FirstDifference:
     """The first tensor at which the context-parallel forward differs."""
 
     event: Event
@@ -121,7 +121,7 @@ class Evidence:
     """The findings of a check."""
 
     base: Comparison
-    beginning: Beginning | None
+    first_difference: FirstDifference | None
     experiments: Mapping[str, Comparison | str]
     """Results by name; a text is the reason why one could not be made."""
     positions_ignored: bool
@@ -188,13 +188,17 @@ def _cause_of(evidence: Evidence) -> Diagnosis:
             f"the same batch, whole on every rank, has losses that are {base.spread:.1e} apart on the ranks "
             "of a group",
         )
-    if evidence.beginning is None and evidence.other_counts is not None:
+    if evidence.first_difference is None and evidence.other_counts is not None:
         return _count_cause(evidence, evidence.other_counts)
     if evidence.cures(EVALUATION):
-        where = f"; the difference begins {evidence.beginning}" if evidence.beginning else ""
+        where = (
+            f"; the difference begins {evidence.first_difference}"
+            if evidence.first_difference
+            else ""
+        )
         return Diagnosis(Cause.TRAINING_ONLY, f"in evaluation mode both agree{where}")
-    if evidence.beginning is not None:
-        return _forward_cause(evidence, evidence.beginning)
+    if evidence.first_difference is not None:
+        return _forward_cause(evidence, evidence.first_difference)
     return _loss_cause(evidence)
 
 
@@ -272,9 +276,9 @@ def _factor_cause(tokens: TokenGradients, *, is_declared: bool) -> Diagnosis:
     return Diagnosis(Cause.OF_SEQUENCES, f"{what}, another one for each rank or row")
 
 
-def _forward_cause(evidence: Evidence, beginning: Beginning) -> Diagnosis:
-    where = f"the difference begins {beginning}"
-    if beginning.behind_attention:
+def _forward_cause(evidence: Evidence, first_difference: FirstDifference) -> Diagnosis:
+    where = f"the difference begins {first_difference}"
+    if first_difference.behind_attention:
         if evidence.cures_logits(NO_PACKING):
             return Diagnosis(
                 Cause.CROSS_DOCUMENT, f"{where}, behind attention, and is gone without documents"
@@ -290,12 +294,12 @@ def _forward_cause(evidence: Evidence, beginning: Beginning) -> Diagnosis:
                 "took no positions from the batch",
             )
         return Diagnosis(Cause.UNKNOWN, f"{where}, behind attention")
-    if beginning.other_tokens_matter:
+    if first_difference.other_tokens_matter:
         return Diagnosis(
             Cause.MIXES_THE_SEQUENCE,
             f"{where}, which changes if another token does, before any attention of the layer",
         )
-    if beginning.other_tokens_matter is False:
+    if first_difference.other_tokens_matter is False:
         return Diagnosis(
             Cause.LOCAL_POSITIONS,
             f"{where}, which does not depend on other tokens, but on where a token stands",

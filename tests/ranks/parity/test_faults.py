@@ -11,7 +11,14 @@ from torch.utils.data import DataLoader
 
 from lightning_cp.errors import ConfigError, ParityError
 from lightning_cp.parity.compare import TOLERANCES, Comparison, Difference
-from lightning_cp.parity.diagnosis import PLAIN_LOSS, Beginning, Cause, Evidence, diagnose, ill
+from lightning_cp.parity.diagnosis import (
+    PLAIN_LOSS,
+    Cause,
+    Evidence,
+    FirstDifference,
+    diagnose,
+    ill,
+)
 from lightning_cp.parity.passes import Event
 from tests.helpers.models.steps import Case, make_batch
 from tests.helpers.parity import modules
@@ -88,13 +95,13 @@ def test_other_counts_are_said_beside_a_cause_in_the_forward() -> None:
     off, fine = Difference("weight", 0.5, 1e-4), Difference("loss", 0.0, 1e-5)
     numbers: Any = {"factor": 0.7, "residual": 0.3, "spread": 0.0, "first_rank": 0.0}
     base = Comparison(fine, None, (off,), **numbers, tolerance=TOLERANCES[torch.float64])
-    beginning = Beginning(Event("output", "places", "Embedding"), False, False)
+    first_difference = FirstDifference(Event("output", "places", "Embedding"), False, False)
     counts = "a loss counted other targets than its rank is weighted by: 3 on rank 0"
-    found = Evidence(base, beginning, {}, positions_ignored=True, other_counts=counts)
+    found = Evidence(base, first_difference, {}, positions_ignored=True, other_counts=counts)
     behind = diagnose(found)
     assert behind.cause is Cause.LOCAL_POSITIONS
     assert f"\nBesides, {counts}. For targets" in ill(base, {}, behind, 58, uneven=False)
-    alone = diagnose(replace(found, beginning=None))
+    alone = diagnose(replace(found, first_difference=None))
     assert alone.cause is Cause.OTHER_TARGETS
     assert ill(base, {}, alone, 58, uneven=False).count(counts) == 1
 
