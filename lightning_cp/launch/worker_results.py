@@ -325,7 +325,7 @@ class _WorkerFunction:
         # After a fork PyTorch makes its pool of threads anew at the first use, and two threads at once would
         # end the process ("Invalid thread pool!").
         torch.set_num_threads(torch.get_num_threads())
-        self._strategy.tell_rank()
+        self._strategy.set_worker_rank()
         try:
             return self._function(*args, **kwargs)
         except BaseException as error:

@@ -101,7 +101,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         super().set_world_ranks()
         self._hide_library_warnings()
 
-    def tell_rank(self) -> None:
+    def set_worker_rank(self) -> None:
         """Set the rank of a worker in Lightning, before it prints as the first rank."""
         self.set_world_ranks()
 

@@ -162,7 +162,7 @@ def test_workers_draw_from_the_programs_random_state() -> None:
     """Python seeds its generator again in every process that is forked."""
     before = random.getstate()
     random.seed(7)
-    strategy = SimpleNamespace(tell_rank=lambda: None)
+    strategy = SimpleNamespace(set_worker_rank=lambda: None)
     worker = _WorkerFunction(lambda: (random.random(), torch.rand(()).item()), strategy)
     want = random.random(), torch.rand(()).item()
     random.seed(8)
