@@ -103,7 +103,7 @@ class ContextParallelCallback(Callback):
             self._runtime.watch.note(exception)
             strategy: Any = trainer.strategy
             if self._runtime.watch.failed:
-                strategy.save_no_more(trainer)
+                strategy.disable_saves(trainer)
         self._release()
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:

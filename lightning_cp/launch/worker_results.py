@@ -242,7 +242,7 @@ class ReportingTrainerLauncher(_ReportingLauncher, TrainerLauncher):
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except BaseException:
             if trainer is not None:
-                self._strategy.save_no_more(trainer)
+                self._strategy.disable_saves(trainer)
             raise
 
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:

@@ -547,7 +547,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         super().on_train_end()
         self._checkpoints.end_training()
 
-    def save_no_more(self, trainer: Trainer) -> None:
+    def disable_saves(self, trainer: Trainer) -> None:
         """Prevent saves until the Trainer's teardown: after an error other ranks would not take part."""
         prevent_saves(self._patches, trainer)
 
