@@ -589,7 +589,7 @@ def _made_on_first_use(kind: type) -> set[str]:
     return {name for name, x in of_all if isinstance(x, cached_property)}
 
 
-def in_floating_point(x: Any, reduce_op: Any) -> Any:
+def integers_to_float64(x: Any, reduce_op: Any) -> Any:
     """Return integers as float64 for a mean over ranks, which Lightning would truncate.
 
     Its epoch means divide by the mean of the ranks' batch sizes.

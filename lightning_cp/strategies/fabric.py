@@ -30,7 +30,7 @@ from lightning_cp.launch.worker_results import reporting_launcher
 from lightning_cp.loaders.rng import keep_random_state
 from lightning_cp.randomness.token_draws import without_token_draws
 from lightning_cp.resume.fabric import RunState
-from lightning_cp.strategies.base import ContextParallelStrategy, in_floating_point
+from lightning_cp.strategies.base import ContextParallelStrategy, integers_to_float64
 from lightning_cp.strategies.declarations import collect_undeclared, complete_errors
 from lightning_cp.strategies.fabric_loops import FabricLoader, Loops
 from lightning_cp.strategies.lightning_patches import STEPS, unscale_with_ranks
@@ -441,7 +441,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
     @override
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         group = self._group_of_sum(group, reduce_op)
-        return super().all_reduce(in_floating_point(tensor, reduce_op), group, reduce_op)
+        return super().all_reduce(integers_to_float64(tensor, reduce_op), group, reduce_op)
 
     def unshard_output(self, output: Any, dims: dict[str, int | None] | None = None) -> Any:
         """Return tensors of the current step, in any container, in original order and length, on every rank.

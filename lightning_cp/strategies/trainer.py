@@ -36,7 +36,7 @@ from lightning_cp.logging.module_logger import RunLog
 from lightning_cp.mixin import options_of
 from lightning_cp.randomness.token_draws import without_token_draws
 from lightning_cp.resume.trainer import TrainerResume
-from lightning_cp.strategies.base import ContextParallelStrategy, in_floating_point
+from lightning_cp.strategies.base import ContextParallelStrategy, integers_to_float64
 from lightning_cp.strategies.declarations import collect_undeclared_of_trainer, complete_errors
 from lightning_cp.strategies.lightning_patches import (
     STEPS,
@@ -415,7 +415,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         if group is not None and group.size() == 1:
             return tensor  # logged values without data parallelism
         group = self._group_of_sum(group, reduce_op)
-        return super().reduce(in_floating_point(tensor, reduce_op), group, reduce_op)
+        return super().reduce(integers_to_float64(tensor, reduce_op), group, reduce_op)
 
     # -- evaluation and prediction -----------------------------------------------------------------------
 
