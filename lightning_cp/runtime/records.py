@@ -8,7 +8,7 @@ from lightning_cp.profile.recorder import StepRecorder
 
 _VALUE_LOOKS = 8
 """Number of training batches whose logged values are compared with loss functions; in evaluation all."""
-_LABEL_LOOKS = 3
+_LABEL_CHECKS = 3
 """Number of batches to search for shifted labels, until one shows whether its dataset shifts them."""
 
 
@@ -35,7 +35,7 @@ class RunRecords:
         """True if a step read the positions of its tokens, or the warning about it was shown."""
         self.layout_choice: LayoutChoice | None = None
         """The choice of the current batch's layout, with ``layout="auto"``."""
-        self.label_looks = _LABEL_LOOKS
+        self.label_checks_left = _LABEL_CHECKS
         self._value_looks = _VALUE_LOOKS
 
     def looks_at_values(self, *, trains: bool) -> bool:

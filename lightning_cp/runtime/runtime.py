@@ -388,14 +388,14 @@ class ContextParallelRuntime:
     def _warn_if_shifted_twice(self, batch: Any) -> None:
         """Warn if the labels of the first batches are shifted already; on the first rank."""
         rules, records = self.binding.rules, self.records
-        if records.is_probe or not records.label_looks or rules.labels != "shift":
+        if records.is_probe or not records.label_checks_left or rules.labels != "shift":
             return
         if self.mesh.sample_rank or self.mesh.data_rank:
             return
         tensors = dict(tensors_of(batch))
         labels, ids = tensors.get(rules.label_key), tensors.get("input_ids")
         shifted = None if labels is None or ids is None else are_shifted(labels, ids)
-        records.label_looks -= 1 if shifted is None else records.label_looks
+        records.label_checks_left -= 1 if shifted is None else records.label_checks_left
         if shifted:
             error_display.warn(_SHIFTED_TWICE)
 
