@@ -23,6 +23,7 @@ MOVED = {
     "lightning_cp.train": "lightning_cp.apps.train",
     "lightning_cp.train.module": "lightning_cp.apps.train.model",
     "lightning_cp.train.networks": "lightning_cp.apps.train.model",
+    "lightning_cp.models.hf.own_attention": "lightning_cp.models.hf.bloom_falcon",
     "lightning_cp.optim.rows": "lightning_cp.optim.placement",
     "lightning_cp.planner.measured_machine": "lightning_cp.planner.machines",
     "lightning_cp.strategies.engines.tensor_parallel": "lightning_cp.engines.tensor_parallel",

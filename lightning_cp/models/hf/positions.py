@@ -29,7 +29,7 @@ from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import Documents, SequenceLayout
 from lightning_cp.layout.documents import text_positions
 from lightning_cp.models.handle import SwapHandle
-from lightning_cp.models.hf.own_attention import takes_no_positions
+from lightning_cp.models.hf.bloom_falcon import takes_no_positions
 from lightning_cp.utils.patching import add_hook
 from lightning_cp.utils.tensors import to_device
 from lightning_cp.utils.tracing import exclude_from_compile

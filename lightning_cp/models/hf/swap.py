@@ -23,10 +23,10 @@ from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.guards.token_mixing import LOCAL
 from lightning_cp.models.handle import SwapHandle, SwapMethod
+from lightning_cp.models.hf.bloom_falcon import has_own_attention, swap_own_attention
 from lightning_cp.models.hf.forward import CallCheck
 from lightning_cp.models.hf.labels import label_alignment as label_alignment
 from lightning_cp.models.hf.masks import EXPRESSIBLE, MaskNote, mask_function
-from lightning_cp.models.hf.own_attention import has_own_attention, swap_own_attention
 from lightning_cp.models.hf.positions import (
     check_rotary_takes_positions,
     patch_length_dependent_rope,

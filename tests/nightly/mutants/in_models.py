@@ -6,7 +6,7 @@ from tests.nightly.mutants.mutant import Mutant
 
 DRAWS = "tests/unit/models/test_token_draws.py"
 HF = "tests/ranks/models/test_hf.py"
-OWN = "lightning_cp/models/hf/own_attention.py"
+BLOOM_FALCON = "lightning_cp/models/hf/bloom_falcon.py"
 OWN_CALL = (
     "tests/ranks/models/test_own_attention.py::test_a_module_s_own_call_attends_over_the_whole_row"
 )
@@ -37,7 +37,7 @@ MODEL_MUTANTS = (
     ),
     Mutant(
         "BLOOM without its bias",
-        OWN,
+        BLOOM_FALCON,
         "        alibi_slopes=_slopes(module, q),\n",
         "",
         (f"{MATRIX}[bloom-ring 4]",),
@@ -45,7 +45,7 @@ MODEL_MUTANTS = (
     ),
     Mutant(
         "Falcon's bias is not scaled",
-        OWN,
+        BLOOM_FALCON,
         "_slopes(module, q) * module.inv_norm_factor",
         "_slopes(module, q)",
         (f"{MATRIX}[falcon_alibi-ring 4]",),
@@ -53,7 +53,7 @@ MODEL_MUTANTS = (
     ),
     Mutant(
         "Falcon's groups are mixed up",
-        OWN,
+        BLOOM_FALCON,
         "parts[..., :-2, :].flatten(2, 3), parts[..., -2, :], parts[..., -1, :]",
         "parts[..., :-2, :].flatten(2, 3), parts[..., -1, :], parts[..., -2, :]",
         (f"{MATRIX}[falcon_new-ring 4]",),

@@ -140,7 +140,7 @@ def test_a_step_explains_its_kernels() -> None:
         assert "  aten_cpu_flash: has no softcap\n" in after
 
 
-# -- ALiBi of models that are not patched (BLOOM and Falcon are: test_own.py) ---------------------------
+# -- ALiBi of models that are not patched (BLOOM and Falcon are: test_bloom_falcon.py) -------------------
 
 
 def refused(name: str, kind: str = "ForCausalLM", **sizes: Any) -> str:

@@ -16,8 +16,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from lightning_cp.memory.activations import _CACHES
+from lightning_cp.models.hf.bloom_falcon import _FILES, _FORWARDS, _OWN_MASK, forward_arguments
 from lightning_cp.models.hf.masks import _factory_name
-from lightning_cp.models.hf.own_attention import _FILES, _FORWARDS, _OWN_MASK, forward_arguments
 from lightning_cp.models.hf.positions import _FROM_MASK, _MAKER
 from lightning_cp.models.hf.swap import attention_function
 from tests.helpers.models.later import transformers_version

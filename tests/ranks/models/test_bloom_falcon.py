@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
-from lightning_cp.models.hf import own_attention as hf_own
+from lightning_cp.models.hf import bloom_falcon
 from lightning_cp.models.hf.swap import swap_hf
 from tests.helpers.models.later import transformers_version
 from tests.helpers.models.matrix import eager, ranks, whole_sequence, worst
@@ -67,7 +67,11 @@ def test_rounding_of_falcons_bias_is_said_once() -> None:
     mesh = cast(Any, None)
     handle = SwapHandle(mesh)
     swap_hf(make_model(Case(model="falcon_alibi")), handle)
-    for length, said in ((hf_own.EXACT_UNTIL, 0), (hf_own.EXACT_UNTIL + 1, 1), (4096, 0)):
+    for length, said in (
+        (bloom_falcon.EXACT_UNTIL, 0),
+        (bloom_falcon.EXACT_UNTIL + 1, 1),
+        (4096, 0),
+    ):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             handle.activate(cast(Any, SimpleNamespace(layout=SimpleNamespace(seq_len=length))))
@@ -78,7 +82,7 @@ def test_rounding_of_falcons_bias_is_said_once() -> None:
 def test_falcons_own_bias_is_exact_until_there() -> None:
     from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 
-    length = hf_own.EXACT_UNTIL + 2
+    length = bloom_falcon.EXACT_UNTIL + 2
     bias = build_alibi_tensor(torch.ones(1, length, dtype=torch.long), 8, torch.float32)[:, 0]
     exact = bias[:, 1:2] * torch.arange(length)
     assert torch.equal(bias[:, :-1], exact[:, :-1])
