@@ -29,7 +29,7 @@ def files() -> dict[Path, str]:
     """Return each file with generated parts, and its text."""
     source = Path(inspect.getfile(UlyssesRingStrategy.__init__))
     owner = f"class {UlyssesRingStrategy.__init__.__qualname__.partition('.')[0]}"
-    config = ROOT / "configs/for_any_app/strategy/ulysses_ring.yaml"
+    config = ROOT / "configs/search_path/strategy/ulysses_ring.yaml"
     page = ROOT / "docs/reference/settings.md"
     code = source.read_text()
     code = replaced(code, owner, "    Args:\n", "        **kwargs: as for", new=docstring())

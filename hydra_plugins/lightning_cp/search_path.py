@@ -14,8 +14,8 @@ from lightning_cp.utils.run_folder import config_dir
 
 
 class UlyssesRingSearchPath(SearchPathPlugin):
-    """Adds ``configs/for_any_app`` to the search path."""
+    """Adds ``configs/search_path`` to the search path."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Called by Hydra when it collects the places configs come from."""
-        search_path.append(provider="lightning_cp", path=f"file://{config_dir() / 'for_any_app'}")
+        search_path.append(provider="lightning_cp", path=f"file://{config_dir() / 'search_path'}")

@@ -55,7 +55,7 @@ def test_hydra_finds_the_plugins_of_a_wheel(built: Path, tmp_path: Path) -> None
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "FreshProcessLauncher" in done.stdout
-    assert f"file://{tmp_path}/lightning_cp/configs/for_any_app" in done.stdout
+    assert f"file://{tmp_path}/lightning_cp/configs/search_path" in done.stdout
 
 
 @pytest.mark.nightly

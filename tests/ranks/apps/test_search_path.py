@@ -45,7 +45,7 @@ def test_the_applications_own_configs_come_first_and_ours_do_not_show(tmp_path: 
 
 
 def test_the_config_has_every_setting_at_its_default() -> None:
-    file = config_dir() / "for_any_app" / "strategy" / "ulysses_ring.yaml"
+    file = config_dir() / "search_path" / "strategy" / "ulysses_ring.yaml"
     written = OmegaConf.to_container(OmegaConf.load(file))
     assert isinstance(written, dict)
     assert written.pop("_target_") == "lightning_cp.UlyssesRingStrategy"

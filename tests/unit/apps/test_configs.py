@@ -44,7 +44,7 @@ def composed(*overrides: str) -> DictConfig:
 
 OTHERS = {
     "train.yaml",
-    "for_any_app/strategy/ulysses_ring.yaml",
+    "search_path/strategy/ulysses_ring.yaml",
     "hydra/launcher/slurm.yaml",
     "compare/compare.yaml",
     "compare/experiment/mode_matrix.yaml",
