@@ -25,7 +25,7 @@ from lightning_cp.optim.parameters import (
 )
 from lightning_cp.optim.placement import check_placements, is_shared
 from lightning_cp.optim.qk_clip import QKClip
-from lightning_cp.optim.work_list import Round, message_device
+from lightning_cp.optim.work_list import message_device
 from lightning_cp.utils.dtensor import local_part
 
 # Checks before anything is changed: gradients are finite, and all ranks have them for the same parameters.
@@ -312,10 +312,6 @@ class Muon(Optimizer):
     def _new_plan(self) -> MatrixStep:
         pieces = {one.name: one.pieces for one in self.assigned if one.pieces}
         return MatrixStep(pieces, self._settings.dtype, self._settings.chunk_bytes)
-
-    def rounds(self) -> list[Round]:
-        """The rounds of the last step; see ``flops_of_ranks`` and ``sent_bytes_of_ranks``."""
-        return self._matrix_step.rounds
 
     def _step_matrices(self, group: dict[str, Any], some: list[ActiveParameter]) -> None:
         for one in some:

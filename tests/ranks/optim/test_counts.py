@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.op_counts import Counts
 from lightning_cp.optim import Muon
 from lightning_cp.optim.newton_schulz import newton_schulz_flops
-from lightning_cp.optim.work_list import flops_of_ranks, sent_bytes_of_ranks
 from lightning_cp.utils.dtensor import forget_meshes
 from tests.helpers.optim.shardings import SHARDINGS, TP, Model, give, gradients, sharded, whole
+from tests.helpers.optim.step_counts import flops_of_ranks, sent_bytes_of_ranks
 from tests.helpers.pool import run_ranks
 from tests.ranks.optim.test_shardings import EVERY
 
@@ -41,7 +41,7 @@ def counted(rank: int, world_size: int, name: str, ns_dtype: torch.dtype) -> Fou
     optimizer.step()
     with counts, flops:
         optimizer.step()
-    rounds = optimizer.rounds()
+    rounds = optimizer._matrix_step.rounds
     return Found(
         counts.data,
         flops.get_total_flops(),
@@ -104,4 +104,4 @@ def even(rank: int, world_size: int, name: str) -> dict[int, int]:
         p.grad = torch.ones_like(p)
     optimizer = Muon(parameters, ns_dtype="float32")
     optimizer.step()
-    return sent_bytes_of_ranks(optimizer.rounds(), torch.float32)
+    return sent_bytes_of_ranks(optimizer._matrix_step.rounds, torch.float32)
