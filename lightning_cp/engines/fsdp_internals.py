@@ -250,13 +250,6 @@ class FsdpGroup:
             for parameter in self.parameters():
                 parameter.grad = None
 
-    def gathered_parameters(self) -> Iterator[torch.Tensor]:
-        """Whole parameters, as long as this rank holds them."""
-        for each in self._group.fsdp_params:
-            parameter = getattr(each, "_unsharded_param", None)
-            if parameter is not None:
-                yield _local(parameter)
-
     def allocate_gradients(self) -> None:
         """Allocate gradients of trained parameters, without values, placed as a backward leaves them.
 

@@ -33,12 +33,8 @@ class StateBytes:
 
     parameters: int
     """Between steps."""
-    parameters_peak: int
-    """Within a step, with gathered parameters."""
     gradients: int
     """From the end of backward to the optimizer's step."""
-    gradients_peak: int
-    """Within a backward, with gradients that are not reduced yet."""
     optimizer: int
 
 
@@ -63,45 +59,17 @@ def state_bytes(
         states: state tensors of the optimizer per parameter: 2 for Adam, 1 for momentum.
         state_itemsize: bytes of their elements.
     """
-    own, blocks = (*model.before, *model.after), model.blocks
-    each = [*own, *(shape for block in blocks for shape in block)]
+    each = [*model.before, *model.after, *(shape for block in model.blocks for shape in block)]
     if engine == "ddp":
         whole = _full_bytes(each, itemsize)
-        return StateBytes(whole, whole, whole, whole, states * _full_bytes(each, state_itemsize))
+        return StateBytes(whole, whole, states * _full_bytes(each, state_itemsize))
     cut = _shard_bytes(each, ranks, itemsize)
-    gathered = _gathered_bytes(own, ranks, itemsize)
-    sizes = [_gathered_bytes(block, ranks, itemsize) for block in blocks]
-    if engine == "zero1":
-        gathered += sum(sizes)
-    else:  # one block is whole at a time; the next one is in its collective's buffer
-        gathered += max(sizes, default=0)
     held = sum(_held_rows(shape, rank, ranks) * _row_size(shape) for shape in each)
-    peak = _gradients_peak(model, ranks, itemsize)
-    return StateBytes(cut, cut + gathered, cut, peak, states * held * state_itemsize)
-
-
-def _gradients_peak(model: ModelShapes, ranks: int, itemsize: int) -> int:
-    """Return the peak of gradients in backward: ``after``, the blocks in reverse, then ``before``.
-
-    A block's gradients are reduced after its backward, the model's own at the end.
-    """
-    whole, reduced = _full_bytes(model.after, itemsize), 0
-    peak = whole
-    for block in reversed(model.blocks):
-        peak = max(peak, whole + reduced + _full_bytes(block, itemsize))
-        reduced += _shard_bytes(block, ranks, itemsize)
-    whole += _full_bytes(model.before, itemsize)
-    return max(peak, whole + reduced)
+    return StateBytes(cut, cut, states * held * state_itemsize)
 
 
 def _full_bytes(shapes: Sequence[Shape], itemsize: int) -> int:
     return sum(math.prod(shape) for shape in shapes) * itemsize
-
-
-def _gathered_bytes(shapes: Sequence[Shape], ranks: int, itemsize: int) -> int:
-    """Return the bytes of gathered parameters, padding rows included; scalars are whole anyway."""
-    cut = [shape for shape in shapes if shape]
-    return ranks * sum(_rows_per_rank(shape, ranks) * _row_size(shape) for shape in cut) * itemsize
 
 
 def _shard_bytes(shapes: Sequence[Shape], ranks: int, itemsize: int) -> int:

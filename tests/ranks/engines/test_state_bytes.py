@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cp.engines.fsdp_internals import groups_of
+from lightning_cp.engines.fsdp_internals import FsdpGroup, groups_of
 from lightning_cp.planner.state import ModelShapes, StateBytes, state_bytes
 from lightning_cp.utils.dtensor import local_part
+from tests.helpers.planner.peak_bytes import PeakBytes, peak_bytes
 from tests.helpers.pool import run_ranks
 from tests.helpers.strategies.plain_llama import PlainLlama
 from tests.helpers.strategies.small import Small, loader, trainer_of
@@ -73,6 +74,13 @@ def held(tensors: Iterable[torch.Tensor]) -> int:
     return sum(pieces.values())
 
 
+def gathered_parameters(group: FsdpGroup) -> Iterator[torch.Tensor]:
+    """Whole parameters, as long as this rank holds them."""
+    for each in group._group.fsdp_params:
+        if hasattr(each, "_unsharded_param"):
+            yield local_part(each._unsharded_param)
+
+
 class Watch:
     """Looks whenever a module is called, and before and after gradients of a unit are reduced."""
 
@@ -105,7 +113,7 @@ class Watch:
         kept = [local_part(x) for group in self.groups for _, x in group.unreduced_gradients()]
         reduced = self.reduced()
         own = [local_part(p) for p in self.sharded()]
-        gathered = [local_part(x) for group in self.groups for x in group.gathered_parameters()]
+        gathered = [local_part(x) for group in self.groups for x in gathered_parameters(group)]
         self.parameters = max(self.parameters, held([*own, *gathered]))
         self.gradients = max(self.gradients, held([*kept, *reduced]))
 
@@ -122,7 +130,7 @@ class Watch:
         return [local_part(p.grad) for p in self.sharded() if p.grad is not None]
 
 
-def measured(rank: int, world_size: int, settings: dict[str, Any]) -> StateBytes:
+def measured(rank: int, world_size: int, settings: dict[str, Any]) -> tuple[StateBytes, PeakBytes]:
     """In the second step; all that is there after it, and the most that was."""
     kind = Even if settings.get("tensor_parallel_size") else Uneven
     module = kind()
@@ -154,13 +162,16 @@ def measured(rank: int, world_size: int, settings: dict[str, Any]) -> StateBytes
     trainer.callbacks.append(Looking())  # pyright: ignore[reportAttributeAccessIssue]
     trainer.fit(module, loader(4))
     watch = found["watch"]
-    return StateBytes(
-        parameters=found["parameters"],
-        parameters_peak=watch.parameters,
-        gradients=found["gradients"],
-        gradients_peak=watch.gradients,
-        optimizer=found["optimizer"],
-    )
+    state = StateBytes(found["parameters"], found["gradients"], found["optimizer"])
+    return state, PeakBytes(watch.parameters, watch.gradients)
+
+
+def predicted(
+    model: ModelShapes, engine: str, *, rank: int, ranks: int
+) -> tuple[StateBytes, PeakBytes]:
+    """In closed form."""
+    state = state_bytes(model, engine, rank=rank, ranks=ranks, itemsize=8, state_itemsize=8)
+    return state, peak_bytes(model, engine, ranks=ranks, itemsize=8)
 
 
 @pytest.mark.quick("zero1")
@@ -172,9 +183,7 @@ def test_a_rank_holds_what_the_closed_form_says(engine: str) -> None:
         settings |= {"data_parallel_size": 2, "data_parallel_replicate_size": 2}
     results = run_ranks(ranks, measured, settings)
     for rank, got in enumerate(results):
-        want = state_bytes(
-            shapes(), engine, rank=rank % cut, ranks=cut, itemsize=8, state_itemsize=8
-        )
+        want = predicted(shapes(), engine, rank=rank % cut, ranks=cut)
         assert got == want, f"rank {rank}"
 
 
@@ -188,5 +197,5 @@ def test_of_shared_layers_too(engine: str) -> None:
         settings |= {"data_parallel_size": 2, "data_parallel_replicate_size": 2}
     for rank, got in enumerate(run_ranks(ranks, measured, settings, timeout=200)):
         part = rank // 2 % cut
-        want = state_bytes(shapes(True), engine, rank=part, ranks=cut, itemsize=8, state_itemsize=8)
+        want = predicted(shapes(True), engine, rank=part, ranks=cut)
         assert got == want, f"rank {rank}"
