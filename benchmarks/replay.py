@@ -396,15 +396,20 @@ def packed_row(case: AttentionCase, kernel: str, dense_rate: Seconds, repeats: i
     documents = case.documents
     assert documents is not None
     sizes = (case.ranks, len(ranks), case.tokens, len(documents.rows[0]))
-    tiles = max(plan.rank(rank).num_tiles for rank in ranks)
+    tiles = max(num_tiles(plan, rank) for rank in ranks)
     return PackedRow(kernel, "ours", *sizes, tiles, _rate(case, found), dense_rate)
+
+
+def num_tiles(plan: Schedule, rank: int) -> int:
+    """Return the number of a ring rank's tiles, of all hops."""
+    return sum(len(hop.tiles) for hop in plan.rank(rank).hops)
 
 
 def heaviest(plan: Schedule) -> list[int]:
     """Return the ring ranks that may be slowest: two with most visible pairs, one with most tiles."""
     ranks = range(plan.layout.ring_size)
     by_work = sorted(ranks, key=lambda rank: plan.work[rank])
-    most_tiles = max(ranks, key=lambda rank: plan.rank(rank).num_tiles)
+    most_tiles = max(ranks, key=lambda rank: num_tiles(plan, rank))
     return sorted({*by_work[-2:], most_tiles})
 
 

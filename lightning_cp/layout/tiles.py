@@ -116,21 +116,6 @@ class RankSchedule:
     hops: tuple[Hop, ...]
     """One per hop, hop 0 (local) first; includes idle hops, so that ``hops[h].index == h``."""
 
-    @property
-    def num_tiles(self) -> int:
-        """Tiles of all hops."""
-        return sum(len(hop.tiles) for hop in self.hops)
-
-    @property
-    def keys_sent(self) -> int:
-        """Keys of this rank that other ranks receive, counted once per receiver."""
-        return sum(hop.num_sent for hop in self.hops[1:])
-
-    @property
-    def keys_received(self) -> int:
-        """Keys of other ranks that this rank receives."""
-        return sum(hop.num_received for hop in self.hops[1:])
-
 
 class Schedule:
     """The schedule of all ring ranks; makes a rank's part at its first use, and caches it."""

@@ -77,7 +77,8 @@ def test_totals_are_those_of_the_schedule(layout: SequenceLayout) -> None:
     plan, axes = schedule(layout, None, layout.mask), panels(layout)[2]
     assert [bar.get_width() for bar in axes.patches] == list(plan.work)
     received = [text.get_text().split()[-2].replace(",", "") for text in axes.texts]
-    hops = [plan.rank(rank).keys_received for rank in range(layout.ring_size)]
+    ranks = [plan.rank(rank) for rank in range(layout.ring_size)]
+    hops = [sum(hop.num_received for hop in rank.hops[1:]) for rank in ranks]
     assert received == [str(keys) for keys in hops]
 
 
