@@ -374,7 +374,6 @@ def check_equal(
     group: dist.ProcessGroup,
     *,
     what: str,
-    within: Sequence[Sequence[int]] | None = None,
     error: Exception | None = None,
     remedy: str | None = None,
 ) -> list[Facts]:
@@ -384,7 +383,6 @@ def check_equal(
         facts: of this rank.
         group: the ranks.
         what: as for ``gather_facts``.
-        within: as for ``check_gathered``.
         error: as for ``gather_facts``.
         remedy: as for ``check_gathered``.
 
@@ -395,7 +393,7 @@ def check_equal(
     if all_equal((what, facts), group, dissents=error is not None):
         return [facts] * group.size()
     every = gather_facts(facts, group, what=what, error=error)
-    check_gathered(every, group, what=what, within=within, remedy=remedy)
+    check_gathered(every, group, what=what, remedy=remedy)
     return every
 
 

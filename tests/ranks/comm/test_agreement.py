@@ -8,19 +8,26 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lightning_cp.comm.consensus import Facts, check_equal
+from lightning_cp.comm.consensus import Facts, check_equal, check_gathered, gather_facts
 from lightning_cp.errors import BatchMismatchError, RankFailure, ShapeError
 from tests.helpers.pool import RankError, expect_on_every_rank, run_ranks
 
 PAIRS = ((0, 1), (2, 3))
 
 
-def agree_on(
-    rank: int, world_size: int, facts: list[dict[str, int]], pairs: bool = False
-) -> list[Facts]:
-    within = PAIRS if pairs else None
+def agree_on(rank: int, world_size: int, facts: list[dict[str, int]]) -> list[Facts]:
     assert dist.group.WORLD is not None
-    return check_equal(facts[rank], dist.group.WORLD, what="the batch", within=within)
+    return check_equal(facts[rank], dist.group.WORLD, what="the batch")
+
+
+def agree_in_pairs(
+    rank: int, world_size: int, facts: list[dict[str, int]], what: str = "the batch"
+) -> list[Facts]:
+    group, own = dist.group.WORLD, facts[rank]
+    assert group is not None
+    every: list[Facts] = [*gather_facts(own, group, what=what)]
+    check_gathered(every, group, what=what, within=PAIRS)
+    return every
 
 
 def agree_after(rank: int, world_size: int, errors: dict[int, Exception]) -> None:
@@ -61,7 +68,7 @@ def test_different_names_are_refused_on_every_rank(other: dict[str, int]) -> Non
 
 def test_only_ranks_of_one_list_must_agree() -> None:
     facts = [{"tokens": 12 + rank // 2} for rank in range(4)]
-    assert run_ranks(4, agree_on, facts, pairs=True) == [facts] * 4
+    assert run_ranks(4, agree_in_pairs, facts) == [facts] * 4
     expect_on_every_rank(4, agree_on, facts, error=BatchMismatchError, match="tokens")
 
 
@@ -69,9 +76,8 @@ def test_disagreement_in_one_list_raises_in_the_others_too() -> None:
     facts = [{"tokens": tokens} for tokens in (12, 12, 13, 14)]
     expect_on_every_rank(
         4,
-        agree_on,
+        agree_in_pairs,
         facts,
-        pairs=True,
         error=BatchMismatchError,
         match=r"tokens \(rank 2: 13, rank 3: 14\)",
     )
@@ -79,7 +85,7 @@ def test_disagreement_in_one_list_raises_in_the_others_too() -> None:
 
 def test_lists_may_have_other_names() -> None:
     facts = [{"tokens": 1}, {"tokens": 1}, {"images": 2}, {"images": 2}]
-    assert run_ranks(4, agree_on, facts, pairs=True) == [facts] * 4
+    assert run_ranks(4, agree_in_pairs, facts) == [facts] * 4
 
 
 def test_a_refused_rank_raises_its_own_error_and_the_others_carry_it() -> None:
@@ -114,13 +120,13 @@ def test_a_difference_in_names_that_only_one_list_has_is_told_to_all() -> None:
     """The other list sees no difference in its own names."""
     facts = [{"tokens": 1}, {"tokens": 1}, {"tokens": 1, "images": 2}, {"tokens": 1, "images": 3}]
     match = r"disagree on images \(rank 2: 2, rank 3: 3\)"
-    expect_on_every_rank(4, agree_on, facts, pairs=True, error=BatchMismatchError, match=match)
+    expect_on_every_rank(4, agree_in_pairs, facts, error=BatchMismatchError, match=match)
 
 
 def agree_elsewhere(rank: int, world_size: int) -> None:
-    assert dist.group.WORLD is not None
-    what = "the batch" if rank < 2 else "the loader"
-    check_equal({"tokens": 12}, dist.group.WORLD, what=what, within=PAIRS)
+    agree_in_pairs(
+        rank, world_size, [{"tokens": 12}] * 4, "the batch" if rank < 2 else "the loader"
+    )
 
 
 def test_lists_at_different_calls_are_refused() -> None:
