@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.markdown import markdown_head
 from benchmarks.no_comm import one_rank
 from benchmarks.step_memory import PeakBytes
 from lightning_cp.bench.methods import (
@@ -191,7 +192,7 @@ def main() -> None:
         device_type="cuda" if given.device == "cuda" else "cpu",
         packed=given.packed,
     )
-    print(table.markdown_head(HEAD))
+    print(markdown_head(HEAD))
     for way in context_parallel_methods(given.ranks, KV_HEADS):
         if way.obstacle(case) is None:
             for cells in rows_of(way, case, sorted(given.tokens)):

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
+from benchmarks.markdown import markdown_head
 from benchmarks.one_process import OneProcess
 from lightning_cp.bench.methods import AttentionCase, AttentionMethod, context_parallel_methods
 from lightning_cp.bench.modes import check_case
@@ -47,7 +48,7 @@ def main() -> None:
             check_case(case)
     except ConfigError as error:
         parser.error(str(error))
-    print(table.markdown_head(HEAD))
+    print(markdown_head(HEAD))
     for tokens, cases in every.items():
         whole = AttentionCase(tokens, 1, kv_heads=options.kv_heads)
         alone = cpu_seconds(whole, [OneProcess()], options.repeats)[0]

@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 import torch
 
 from benchmarks import kernel_rates, launch_sweep, replay
+from benchmarks.markdown import markdown_head
 from benchmarks.step_overhead import Job
 from lightning_cp.bench.kernels import KernelRow, request_of
 from lightning_cp.bench.methods import AttentionCase
@@ -128,7 +129,7 @@ def _kernels(sizes: CheckSizes, folder: Path) -> Result:
         for name in KERNELS[sizes.device_type]
     ]
     lines = kernel_rates.cells(rows, FLASH[sizes.device_type])
-    text = "\n".join([table.markdown_head(kernel_rates.HEAD), *map(table.markdown_row, lines)])
+    text = "\n".join([markdown_head(kernel_rates.HEAD), *map(table.markdown_row, lines)])
     return Result(rows, text, kernel_headline(rows))
 
 
@@ -307,7 +308,7 @@ def _rows(
     head: Iterable[str], cells: Callable[[Any], list[Any]], rows: list[Any], headline: str = ""
 ) -> Result:
     lines = (table.markdown_row(cells(row)) for row in rows)
-    return Result(rows, "\n".join([table.markdown_head(head), *lines]), headline)
+    return Result(rows, "\n".join([markdown_head(head), *lines]), headline)
 
 
 def tests_in(pattern: str) -> Callable[[CheckSizes, Path], Result]:
@@ -344,9 +345,7 @@ def run_tests(pattern: str, results: Path) -> Result:
         raise RuntimeError(
             f"pytest did not start (status {done.returncode}):\n{done.stdout[-4000:]}"
         )
-    text = "\n".join(
-        [table.markdown_head(COLUMNS), *(table.markdown_row(row.values()) for row in rows)]
-    )
+    text = "\n".join([markdown_head(COLUMNS), *(table.markdown_row(row.values()) for row in rows)])
     if done.returncode:
         raise RuntimeError(
             f"pytest ended with status {done.returncode}\n{text}\n{done.stdout[-8000:]}"

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
+from benchmarks.markdown import markdown_head
 from benchmarks.step_memory import process_memory, reset_peak
 from lightning_cp.bench.processes import on_ranks
 from lightning_cp.checkpoint.pretrained.files import (
@@ -341,7 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         make_checkpoint(folder, layers, given.files)
         sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
         print(f"{sum(sizes) / 1e9:.2f} GB in {len(sizes)} files, {layers} layers, bfloat16\n")
-        print(table.markdown_head(HEAD))
+        print(markdown_head(HEAD))
         for cells in rows(given, folder, layers):
             print(table.markdown_row(cells), flush=True)
 

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from benchmarks.markdown import markdown_head
 from benchmarks.no_comm import one_rank
 from lightning_cp.bench.kernels import request_of
 from lightning_cp.bench.methods import BACKWARD_FLOPS, AttentionCase, ContextParallelMethod, Step
@@ -540,11 +541,11 @@ def main() -> None:
     )
     names = given.kernels or KERNELS[given.device]
     dense, packed = (_able(names, case) for case in (size.dense(1), size.packed(1)))
-    print(table.markdown_head(DENSE_HEAD))
+    print(markdown_head(DENSE_HEAD))
     for name in dense:
         for row in all_dense(size, name):
             print(table.markdown_row(dense_cells(row)), flush=True)
-    print(f"\n{table.markdown_head(PACKED_HEAD)}")
+    print(f"\n{markdown_head(PACKED_HEAD)}")
     for name in packed:
         for row in all_packed(size, name):
             print(table.markdown_row(packed_cells(row)), flush=True)

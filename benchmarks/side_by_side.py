@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException
 
+from benchmarks.markdown import markdown_head
 from benchmarks.one_process import OneProcess
 from benchmarks.op_counts import Counts
 from benchmarks.peers.registry import all_peers
@@ -297,7 +298,7 @@ def main() -> None:
         asked = _select_ways(_cases(options), options.only)
     except ConfigError as error:
         parser.error(str(error))
-    print(table.markdown_head(HEAD))
+    print(markdown_head(HEAD))
     lines: list[Line] = []
     for case, ways in asked.items():
         for line in compare(case, ways, options.repeats):

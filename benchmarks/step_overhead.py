@@ -34,6 +34,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from benchmarks.markdown import markdown_head
 from lightning_cp.attention.function import attend
 from lightning_cp.attention.plan import AttentionPlan, make_plan
 from lightning_cp.attention.spec import AttentionSpec
@@ -491,7 +492,7 @@ def main() -> None:
     parser.add_argument("--states", type=int, default=0, help="callbacks with a state")
     options = parser.parse_args()
     model = {name: getattr(options, name) for name in ("hidden", "layers", "hooks", "states")}
-    print(table.markdown_head(HEAD))
+    print(markdown_head(HEAD))
     for count in options.ranks:
         jobs = [Job(options.tokens, x, **model) for x in options.packed]
         every = [(name, how, job) for name, how in modes(count).items() for job in jobs]

@@ -58,12 +58,6 @@ def quiet_lightning() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def markdown_head(columns: Iterable[str]) -> str:
-    """Return the two lines that open a Markdown table."""
-    names = list(columns)
-    return f"{markdown_row(names)}\n|{'---|' * len(names)}"
-
-
 def markdown_row(cells: Iterable[object]) -> str:
     """Return one line of a Markdown table."""
     return f"| {' | '.join(str(cell) for cell in cells)} |"
