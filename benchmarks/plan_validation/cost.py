@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from benchmarks.plan_validation.cpu_seconds import CpuSeconds, cpu_seconds
+from benchmarks.plan_validation.cpu_seconds import CpuSeconds, SendCost, cpu_seconds, send_costs
 from lightning_cp.bench.model_step import ModelSizes, ModelStep, config_of
 from lightning_cp.bench.processes import on_ranks
 from lightning_cp.bench.timers import Samples, cpu_of_all, measure
@@ -83,11 +83,12 @@ def measured_cost(
         ConfigError: a rate that the prediction needs is missing.
     """
     machine = machine_of_hardware(hardware, dtype=sizes.dtype, head_dim=sizes.head_dim)
+    sending = send_costs(hardware)
     cells: list[Cell] = []
     for cp in cp_sizes:
         places = [(mode, tokens) for mode in WAYS[cp] for tokens in lengths]
         predicted = [
-            predicted_cost(machine, sizes, cp, mode, tokens) for mode, tokens in places
+            predicted_cost(machine, sending, sizes, cp, mode, tokens) for mode, tokens in places
         ]  # first, so that a missing rate raises before anything is measured
         of_ranks = on_ranks(RANKS[cp], _samples, sizes, cp, tuple(lengths), repeats)
         for (mode, tokens), expected, samples in zip(
@@ -99,7 +100,12 @@ def measured_cost(
 
 
 def predicted_cost(
-    machine: Machine, sizes: ModelSizes, cp: int, mode: str, tokens: int
+    machine: Machine,
+    sending: Sequence[SendCost],
+    sizes: ModelSizes,
+    cp: int,
+    mode: str,
+    tokens: int,
 ) -> CpuSeconds:
     """Return the planner's prediction for a cell."""
     ranks, (ring, ulysses) = RANKS[cp], WAYS[cp][mode]
@@ -116,7 +122,8 @@ def predicted_cost(
         "adamw",
     )
     case = PlanCase(job, choice)
-    return cpu_seconds(case, {window: attention_cost(case, window) for window in job.model.windows})
+    attention = {window: attention_cost(case, window) for window in job.model.windows}
+    return cpu_seconds(case, attention, sending)
 
 
 def _samples(sizes: ModelSizes, cp: int, lengths: Sequence[int], repeats: int) -> list[Samples]:

@@ -6,15 +6,17 @@ by its CPU time, and work adds up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import Traffic
 from lightning_cp.layout.axes import Flat
 from lightning_cp.planner.attention import AttentionCost
+from lightning_cp.planner.hardware import Hardware, LinkRate
 from lightning_cp.planner.job import PlanCase
-from lightning_cp.planner.machines import SendCost, nearest_ranks
+from lightning_cp.planner.machines import GIGA
 from lightning_cp.planner.time_model import parameter_traffic, step_seconds
 
 BUCKET_PASSES = 4
@@ -26,6 +28,47 @@ COLLECTIVES = {
     "reduce-scatter": ("reduce_scatter_calls", "reduce_scatter_bytes"),
 }
 """Attention's collectives, with their fields of ``Traffic``."""
+MODE_COLLECTIVES = {
+    "ulysses": ("all-to-all",),
+    "ring": ("p2p",),
+    "zigzag_llama3": ("all-gather", "reduce-scatter"),
+}
+"""Collectives of a mode's layers."""
+
+
+@dataclass(frozen=True)
+class SendCost:
+    """CPU time of a collective on a rank."""
+
+    collective: str
+    ranks: int
+    """Size of the measured group."""
+    call_seconds: float
+    """Seconds of each call, with the work around it."""
+    seconds_per_byte: float
+    """Seconds of each byte that the rank sends; it receives as many."""
+
+
+def send_costs(hardware: Hardware) -> tuple[SendCost, ...]:
+    """Return the CPU time of each collective, where it was measured."""
+    return tuple(
+        SendCost(
+            rate.collective,
+            rate.ranks,
+            _call_seconds(hardware, rate),
+            rate.cpu_seconds_per_gigabyte / GIGA,
+        )
+        for rate in hardware.links
+        if rate.cpu_seconds_per_gigabyte is not None
+    )
+
+
+def _call_seconds(hardware: Hardware, link: LinkRate) -> float:
+    """Return the seconds of a call in a group of as many ranks; 0 if not measured."""
+    for rate in hardware.overheads:
+        if link.collective in MODE_COLLECTIVES.get(rate.mode, ()) and rate.ranks == link.ranks:
+            return rate.call_seconds or 0.0
+    return 0.0
 
 
 @dataclass(frozen=True)
@@ -50,12 +93,15 @@ class CpuSeconds:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def cpu_seconds(case: PlanCase, attention: Mapping[int | None, AttentionCost]) -> CpuSeconds:
+def cpu_seconds(
+    case: PlanCase, attention: Mapping[int | None, AttentionCost], sending: Sequence[SendCost]
+) -> CpuSeconds:
     """Return the CPU-seconds of all ranks: ranks times the busiest one's compute and the first one's traffic.
 
     Args:
         case: the job and the choice, which is ``ddp`` without tensor parallelism.
         attention: by the layers' windows.
+        sending: the machine's ``send_costs``.
 
     Raises:
         ConfigError: an unsupported choice, or the CPU time of a collective was not measured.
@@ -74,26 +120,29 @@ def cpu_seconds(case: PlanCase, attention: Mapping[int | None, AttentionCost]) -
         ranks * computing.memory,
         ranks * computing.optimizer,
         ranks * computing.fixed,
-        ranks * case.sequences * _exchange(case, attention),
-        ranks * _gradients(case),
+        ranks * case.sequences * _exchange(case, attention, sending),
+        ranks * _gradients(case, sending),
     )
 
 
-def _exchange(case: PlanCase, attention: Mapping[int | None, AttentionCost]) -> float:
+def _exchange(
+    case: PlanCase, attention: Mapping[int | None, AttentionCost], sending: Sequence[SendCost]
+) -> float:
     """Return the CPU-seconds of attention's exchanges, for one rank and one sequence."""
     total = 0.0
     again = case.choice.checkpointing == "blocks"
     for window, count in case.job.model.windows.items():
         forward, backward = attention[window].traffic
-        total += count * (_sent(case, forward) * (1 + again) + _sent(case, backward))
+        total += count * _sent(case, forward, sending) * (1 + again)
+        total += count * _sent(case, backward, sending)
     return total
 
 
-def _sent(case: PlanCase, traffic: Traffic) -> float:
+def _sent(case: PlanCase, traffic: Traffic, sending: Sequence[SendCost]) -> float:
     total = 0.0
     for collective, (calls, nbytes) in COLLECTIVES.items():
         if getattr(traffic, calls):
-            each = _sending(case, collective)
+            each = _send_cost(case, collective, sending)
             total += getattr(traffic, calls) * each.call_seconds
             total += getattr(traffic, nbytes) * each.seconds_per_byte
     return total
@@ -104,7 +153,7 @@ def bucket_bytes_moved(parameters: float, itemsize: int) -> float:
     return parameters * itemsize * BUCKET_PASSES
 
 
-def _gradients(case: PlanCase) -> float:
+def _gradients(case: PlanCase, sending: Sequence[SendCost]) -> float:
     """Return the CPU-seconds of one rank's gradients: copies to buckets and back (always), and sums."""
     job = case.job
     bandwidth = job.machine.optimizer_bandwidth or job.machine.memory_bandwidth
@@ -112,15 +161,17 @@ def _gradients(case: PlanCase) -> float:
     if case.choice.mesh.devices == 1:
         return copied
     sent = parameter_traffic(case, tuple(job.model.parameters)).reduced
-    return copied + sent * _sending(case, "all-reduce").seconds_per_byte
+    return copied + sent * _send_cost(case, "all-reduce", sending).seconds_per_byte
 
 
-def _sending(case: PlanCase, collective: str) -> SendCost:
+def _send_cost(case: PlanCase, collective: str, sending: Sequence[SendCost]) -> SendCost:
+    """Return the cost that was measured with the nearest number of ranks."""
     machine, mesh = case.job.machine, case.choice.mesh
-    ranks = {"all-to-all": mesh.ulysses, "all-reduce": mesh.size(Flat.LOSS)}
-    found = [sending for sending in machine.sending if sending.collective == collective]
+    sizes = {"all-to-all": mesh.ulysses, "all-reduce": mesh.size(Flat.LOSS)}
+    ranks = sizes.get(collective, mesh.ring)
+    found = [each for each in sending if each.collective == collective]
     if found:
-        return nearest_ranks(found, ranks.get(collective, mesh.ring))
+        return min(found, key=lambda each: abs(math.log(each.ranks / ranks)))
     raise ConfigError(
         f"what {collective} takes of a processor was not measured on {machine.name}. Measure it with two "
         "devices or more: python -m lightning_cp.bench 'suites=[kernels,links,compute,overheads]' device=cpu"

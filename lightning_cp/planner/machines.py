@@ -18,10 +18,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.planner.hardware import ComputeRate, Hardware, KernelRate, LinkRate
+from lightning_cp.planner.hardware import ComputeRate, Hardware, KernelRate
 
 GIB = 1 << 30
 TERA, GIGA = 10**12, 10**9
@@ -39,19 +38,6 @@ class TileRate:
 
 
 @dataclass(frozen=True)
-class SendCost:
-    """CPU time of a collective on a rank."""
-
-    collective: str
-    ranks: int
-    """Size of the measured group."""
-    call_seconds: float
-    """Seconds of each call, with the work around it."""
-    seconds_per_byte: float
-    """Seconds of each byte that the rank sends; it receives as many."""
-
-
-@dataclass(frozen=True)
 class SharingOverhead:
     """Additional seconds of a step in which ranks share sequences, for their agreements."""
 
@@ -59,10 +45,7 @@ class SharingOverhead:
     seconds: float
 
 
-T = TypeVar("T", SendCost, SharingOverhead)
-
-
-def nearest_ranks(found: Sequence[T], ranks: int) -> T:
+def nearest_ranks(found: Sequence[SharingOverhead], ranks: int) -> SharingOverhead:
     """Return the measurement for the nearest number of ranks."""
     return min(found, key=lambda one: abs(math.log(one.ranks / ranks)))
 
@@ -116,8 +99,6 @@ class Machine:
     """Seconds of a step independent of its layers."""
     sharing: tuple[SharingOverhead, ...] = ()
     """Additional time of steps in which ranks share sequences; empty: none."""
-    sending: tuple[SendCost, ...] = ()
-    """CPU time of collectives."""
 
     @property
     def in_float32(self) -> Machine:
@@ -219,13 +200,6 @@ MACHINES: dict[str, Machine] = {
 }
 """Machines with published figures, by name."""
 
-MODE_COLLECTIVES = {
-    "ulysses": ("all-to-all",),
-    "ring": ("p2p",),
-    "zigzag_llama3": ("all-gather", "reduce-scatter"),
-}
-"""Collectives of a mode's layers."""
-
 
 def machine_of_measured(
     file: Path | str,
@@ -295,7 +269,6 @@ def machine_of_hardware(
         tiles=_tiles(hardware.kernel_lengths, kernel),
         loss_bandwidth=compute.loss_gigabytes_per_second * GIGA,
         optimizer_bandwidth=compute.optimizer_gigabytes_per_second * GIGA,
-        sending=_send_costs(hardware),
         network_cards=hardware.network_cards or 0,
     )
     return _with_overheads(machine, hardware)
@@ -335,28 +308,6 @@ def _tiles(rates: Sequence[KernelRate], best: KernelRate) -> tuple[TileRate, ...
         and rate.mask in ("full", "causal")
     ]
     return tuple(sorted(found, key=lambda rate: (rate.mask, rate.tokens)))
-
-
-def _send_costs(hardware: Hardware) -> tuple[SendCost, ...]:
-    """Return the CPU time of each collective, where it was measured."""
-    return tuple(
-        SendCost(
-            rate.collective,
-            rate.ranks,
-            _call_seconds(hardware, rate),
-            rate.cpu_seconds_per_gigabyte / GIGA,
-        )
-        for rate in hardware.links
-        if rate.cpu_seconds_per_gigabyte is not None
-    )
-
-
-def _call_seconds(hardware: Hardware, link: LinkRate) -> float:
-    """Return the seconds of a call in a group of as many ranks; 0 if not measured."""
-    for rate in hardware.overheads:
-        if link.collective in MODE_COLLECTIVES.get(rate.mode, ()) and rate.ranks == link.ranks:
-            return rate.call_seconds or 0.0
-    return 0.0
 
 
 def _sharing_overheads(hardware: Hardware, alone: float) -> tuple[SharingOverhead, ...]:

@@ -16,7 +16,7 @@ from benchmarks.plan_validation.cost import (
     table_of,
     terms_of,
 )
-from benchmarks.plan_validation.cpu_seconds import CpuSeconds
+from benchmarks.plan_validation.cpu_seconds import CpuSeconds, send_costs
 from lightning_cp.bench.model_step import ModelSizes
 from lightning_cp.errors import ConfigError
 from lightning_cp.planner.machines import machine_of_hardware
@@ -78,7 +78,7 @@ def test_what_was_not_measured_is_told_before_anything_is_started(
 
 
 def test_ranks_that_share_nothing_train_on_rows_of_their_own() -> None:
-    machine = machine_of_hardware(MEASURED)
-    alone = predicted_cost(machine, TINY, 1, "alone", 512)
-    shared = predicted_cost(machine, TINY, 2, "ulysses", 512)
+    machine, sending = machine_of_hardware(MEASURED), send_costs(MEASURED)
+    alone = predicted_cost(machine, sending, TINY, 1, "alone", 512)
+    shared = predicted_cost(machine, sending, TINY, 2, "ulysses", 512)
     assert alone.products == pytest.approx(2 * shared.products)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from benchmarks.plan_validation.cpu_seconds import CpuSeconds, cpu_seconds
+from benchmarks.plan_validation.cpu_seconds import CpuSeconds, SendCost, cpu_seconds, send_costs
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import Mask, SequenceLayout, schedule
 from lightning_cp.planner.attention import attention_cost, interpolate_rate, mean_tile_rates
@@ -27,7 +28,7 @@ LLAMA: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 RING, ULYSSES = MeshSizes(ring=2), MeshSizes(ulysses=2)
-MACHINE = machine_of_hardware(MEASURED)
+MACHINE, SENDING = machine_of_hardware(MEASURED), send_costs(MEASURED)
 
 
 def spent(
@@ -37,12 +38,14 @@ def spent(
     exchange: str = "ring",
     machine: Any = MACHINE,
     engine: str = "ddp",
+    sending: Sequence[SendCost] = SENDING,
     **changes: Any,
 ) -> CpuSeconds:
     model = model_from_config({**LLAMA, **changes}, "a Llama")
     job = Job(model, machine, mesh.devices, tokens, mesh.data, "fp32", "adamw")
     case = PlanCase(job, TrainingMethod(mesh, engine, exchange))
-    return cpu_seconds(case, {window: attention_cost(case, window) for window in model.windows})
+    attention = {window: attention_cost(case, window) for window in model.windows}
+    return cpu_seconds(case, attention, sending)
 
 
 def test_terms_by_hand() -> None:
@@ -127,21 +130,22 @@ def test_alone_nothing_is_exchanged() -> None:
     assert found.fixed == pytest.approx(2 * 1e-3 + 2e-3)
 
 
+def test_costs_of_sending_are_those_measured() -> None:
+    (p2p,) = (x for x in SENDING if (x.collective, x.ranks) == ("p2p", 2))
+    assert (p2p.call_seconds, p2p.seconds_per_byte) == (0.5e-3, 0.4e-9)
+
+
 def test_bytes_that_cost_more_cost_more() -> None:
-    dear = replace(
-        MACHINE,
-        sending=tuple(replace(x, seconds_per_byte=2 * x.seconds_per_byte) for x in MACHINE.sending),
-    )
+    dear = [replace(x, seconds_per_byte=2 * x.seconds_per_byte) for x in SENDING]
     keys = 2 * 512 * 256 * 4
-    added = spent(RING, machine=dear).exchange - spent(RING).exchange
+    added = spent(RING, sending=dear).exchange - spent(RING).exchange
     assert added == pytest.approx(2 * 2 * keys * 0.4e-9)
 
 
 def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="got fsdp and tp=1"):
         spent(RING, engine="fsdp")
-    silent = replace(MACHINE, sending=())
     with pytest.raises(
         ConfigError, match="what p2p takes of a processor was not measured on a CPU"
     ):
-        spent(RING, machine=silent)
+        spent(RING, sending=())
