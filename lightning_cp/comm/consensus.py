@@ -358,7 +358,7 @@ def gather_by_vote(
     return gather_facts(facts, group, what=what, error=error)
 
 
-def raise_on_all(
+def raise_in_group(
     error: Exception | None,
     group: dist.ProcessGroup,
     *,

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from lightning_cp.batch.loss_calls import Mismatch, find_mismatches, mismatch_warning
 from lightning_cp.comm.all_gather import all_gather
-from lightning_cp.comm.consensus import all_equal_sum, check_gathered, gather_facts, raise_on_all
+from lightning_cp.comm.consensus import all_equal_sum, check_gathered, gather_facts, raise_in_group
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.layout.axes import Flat
 from lightning_cp.logging.nan import NanWarnings
@@ -129,7 +129,7 @@ def raise_refused(error: Exception, ranks: StepRanks) -> None:
     if ranks.mesh.data_size == 1:
         raise error
     _log.error("%s", error)  # a step that exchanges something between samples waits for this rank
-    raise_on_all(error, ranks.mesh.control_group(Flat.LOSS), what="refused")
+    raise_in_group(error, ranks.mesh.control_group(Flat.LOSS), what="refused")
 
 
 _CALL_ALL = "Models are called by all of them or by none: let no rank's own tokens decide that."

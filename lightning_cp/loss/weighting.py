@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_cp.batch.sharder import Sharding
 from lightning_cp.batch.step_state import StepState
-from lightning_cp.comm.consensus import raise_on_all
+from lightning_cp.comm.consensus import raise_in_group
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.errors import ConfigError, NonFiniteError, ShapeError
 from lightning_cp.layout.axes import Flat
@@ -333,7 +333,7 @@ class StepLoss:
                 raise error
             return
         error = None if self.is_without_targets else error
-        raise_on_all(error, self._mesh.control_group(Flat.LOSS), what="loss")
+        raise_in_group(error, self._mesh.control_group(Flat.LOSS), what="loss")
 
     def scale(
         self, loss: torch.Tensor, optimizers: Iterable[Optimizer], *, automatic: bool = False
@@ -400,7 +400,7 @@ class StepLoss:
                 check_connected(loss)
             except ConfigError as refused:
                 error = refused
-        raise_on_all(error, self._mesh.control_group(Flat.LOSS), what="loss")
+        raise_in_group(error, self._mesh.control_group(Flat.LOSS), what="loss")
 
     def after_backward(self, state: StepState, parameters: Iterable[torch.Tensor]) -> None:
         """Check, if some rank had no targets, that its loss added nothing. Collective.
@@ -418,7 +418,7 @@ class StepLoss:
                 check_zero_loss(float(muted), _first_gradients(state, parameters))
             except NonFiniteError as refused:
                 error = refused
-        raise_on_all(error, self._mesh.control_group(Flat.LOSS), what="loss")
+        raise_in_group(error, self._mesh.control_group(Flat.LOSS), what="loss")
 
 
 def _shares_on(device: torch.device, counts: Sequence[float] | torch.Tensor) -> torch.Tensor:

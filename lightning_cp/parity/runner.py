@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_cp.batch.documents import padding_mask_of
-from lightning_cp.comm.consensus import raise_on_all
+from lightning_cp.comm.consensus import raise_in_group
 from lightning_cp.comm.reduce import all_sum, any_rank
 from lightning_cp.config import StrategyConfig
 from lightning_cp.engines.base import Engine
@@ -300,7 +300,7 @@ class Runner:
         """
         group, limit = self.runtime.mesh.control_group(Flat.CP), None if error is None else PATIENCE
         try:
-            raise_on_all(error, group, what="parity check", limit=limit)
+            raise_in_group(error, group, what="parity check", limit=limit)
         except LightningCPError as raised:
             return error or raised
         except Exception as raised:
@@ -311,7 +311,7 @@ class Runner:
 
     def raise_on_all(self, error: Exception | None) -> None:
         """Raise on all ranks the error of one, if any."""
-        raise_on_all(error, self.runtime.mesh.control_group(Flat.LOSS), what="parity check")
+        raise_in_group(error, self.runtime.mesh.control_group(Flat.LOSS), what="parity check")
 
     def _weighted(
         self, loss: torch.Tensor, found: Recording, part: LocalTokens
