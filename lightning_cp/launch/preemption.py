@@ -36,6 +36,7 @@ from lightning_cp.checkpoint.atomic import display_path
 from lightning_cp.checkpoint.store import is_store
 from lightning_cp.consistency.finite import StepVote
 from lightning_cp.utils.patching import PatchSet
+from lightning_cp.utils.subprocess import take_processes
 from lightning_cp.watchdog.watch import SigtermHandler
 
 STATUS = 128 + signal.SIGTERM
@@ -259,11 +260,8 @@ def requeue_job() -> bool:
 def _wait_at_exit(trainer: Trainer) -> None:
     """Wait for the other ranks at exit: they also end with 143, which Lightning would treat as a
     failure."""
-    processes: list[Any] = getattr(trainer.strategy.launcher, "procs", [])
-    started = [process for process in processes if isinstance(process, subprocess.Popen)]
-    if started:
-        processes.clear()
-        atexit.register(_wait, started)
+    if processes := take_processes(trainer.strategy.launcher):
+        atexit.register(_wait, processes)
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from lightning_cp.error_display import RANKS_HERE
 from lightning_cp.errors import ConfigError
@@ -52,6 +53,20 @@ def this_program() -> list[str]:
             "program into a file or a module: python train.py -m ..., or python -m package.train -m ..."
         )
     return [sys.executable, str(Path(sys.argv[0]).absolute())]
+
+
+def take_processes(launcher: Any) -> list[subprocess.Popen[bytes]]:
+    """Return the processes that Lightning's launcher started by running the program again.
+
+    They leave its list, and with it the supervision of its observer, which kills everything once one of them
+    has ended. Workers that were spawned or forked stay in the list.
+    """
+    processes: list[Any] = getattr(launcher, "procs", [])
+    if not all(isinstance(process, subprocess.Popen) for process in processes):
+        return []
+    taken = processes.copy()
+    processes.clear()
+    return taken
 
 
 def run_job(

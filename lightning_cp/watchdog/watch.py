@@ -8,7 +8,6 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -24,6 +23,7 @@ from lightning_cp import error_display
 from lightning_cp.comm.consensus import World, error_summary
 from lightning_cp.config import STEP_SECONDS, StrategyConfig, resolve_cp_size
 from lightning_cp.errors import ConfigError
+from lightning_cp.utils.subprocess import take_processes
 from lightning_cp.watchdog import attribution as ending
 from lightning_cp.watchdog import phase as signs
 from lightning_cp.watchdog.attribution import PATIENCE
@@ -327,9 +327,8 @@ class RunWatch(Watch):
         if not handles_sigterm:
             self._sigterm_handler = SigtermHandler(self)
             self._sigterm_handler.begin()
-        if procs := _processes(launcher):
-            self._launcher, launcher.procs = launcher, list(procs)
-            procs.clear()  # the observer has this list, and ends
+        if processes := take_processes(launcher):  # the observer ends
+            self._launcher, launcher.procs = launcher, processes
 
     def note(self, error: BaseException) -> None:
         """Report an error, and let the process end without a last garbage collection.
@@ -371,9 +370,3 @@ def name_of(rank: int, world_size: int, settings: StrategyConfig) -> str:
     sample, cp_rank = divmod(rank // tp, cp_size)
     of_tp = f", tp_rank {rank % tp}" if tp > 1 else ""
     return f"rank {rank} (cp_rank {cp_rank} of {cp_size}, data_rank {sample}{of_tp})"
-
-
-def _processes(launcher: Any) -> list[Any]:
-    """Return the list (not a copy) of processes that the launcher started by running the program again."""
-    procs = getattr(launcher, "procs", [])
-    return procs if all(isinstance(process, subprocess.Popen) for process in procs) else []

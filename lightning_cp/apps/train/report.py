@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from lightning_cp import error_display
+from lightning_cp.utils.subprocess import take_processes
 
 BITS = "val/bits_per_byte"
 PERPLEXITY = "val/perplexity"
@@ -152,20 +153,10 @@ def one_report() -> Iterator[list[Any]]:
     try:
         yield trainers
     except Exception as error:
-        others = _take_processes(trainers)
+        others = [one for each in trainers for one in take_processes(each.strategy.launcher)]
         error_display.show(error_display.error_of(error) or error)
         _end(others)
         raise SystemExit(1) from None
-
-
-def _take_processes(trainers: list[Any]) -> list[subprocess.Popen[bytes]]:
-    """Return the processes of Lightning's launchers, and remove them from its supervision."""
-    taken: list[subprocess.Popen[bytes]] = []
-    for trainer in trainers:
-        processes = getattr(trainer.strategy.launcher, "procs", [])
-        taken += [process for process in processes if isinstance(process, subprocess.Popen)]
-        processes.clear()
-    return taken
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
