@@ -60,6 +60,7 @@ from lightning_cp.bench.timers import (
 from lightning_cp.errors import ConfigError
 from lightning_cp.utils import console as table
 from lightning_cp.utils.command_help import argument_parser
+from lightning_cp.utils.patching import do_nothing
 
 COUNTED = 2
 """Passes that are counted and not timed; they also warm up."""
@@ -102,7 +103,7 @@ def measure_rank(
         for run in runs:
             run.count(wanted)
     del whole, wanted
-    steps = [alone if dist.get_rank() == 0 else _do_nothing, *(run.step for run in runs)]
+    steps = [alone if dist.get_rank() == 0 else do_nothing, *(run.step for run in runs)]
     samples = _time(steps, repeats, case.device_type)
     found = iter([run.found(of_run) for run, of_run in zip(runs, samples[1:], strict=True)])
     return samples[0], [next(found) if text is None else text for text in obstacles]
@@ -147,10 +148,6 @@ def _time(steps: Sequence[Step], repeats: int, device_type: str) -> list[Samples
             of_step.cpu.extend(once.cpu)
             of_step.wall.extend(once.wall)
     return samples
-
-
-def _do_nothing() -> None:
-    """The step of the other ranks while rank 0 computes alone."""
 
 
 class _WayRun:

@@ -55,6 +55,7 @@ from lightning_cp.kernels.select import select_kernel
 from lightning_cp.layout import SequenceLayout, Tile
 from lightning_cp.layout.axes import Axis, Flat
 from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.utils.patching import do_nothing
 
 
 def check_devices(settings: BenchSettings) -> None:
@@ -403,7 +404,7 @@ def one_process(
         return [None, None]
     runs = [
         measure_on_ranks(step, settings)[0]
-        for step in steps or KernelPasses(_do_nothing, _do_nothing)
+        for step in steps or KernelPasses(do_nothing, do_nothing)
     ]
     forward, backward = (
         OneProcessTimes(Figure.of(x.wall).best, Figure.of(x.cpu).best) for x in runs
@@ -418,10 +419,6 @@ def _one_process_passes(kernel: Kernel, case: AttentionCase) -> KernelPasses | N
     except torch.cuda.OutOfMemoryError:
         return None
     return steps
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def row_of(way: AttentionMethod, case: AttentionCase, *, backward: bool) -> ModeRow:

@@ -36,7 +36,7 @@ from lightning_cp.logging.reduce import (
 )
 from lightning_cp.loss.averages import RATIO_HOOK, Options, as_logged, log_token_ratio, stage_means
 from lightning_cp.mesh import ContextParallelMesh
-from lightning_cp.utils.patching import PatchSet
+from lightning_cp.utils.patching import PatchSet, do_nothing
 
 # Functions put in front of a module's own methods, and the hooks in which a module may log.
 
@@ -182,7 +182,7 @@ class ModuleLog:
             return
         self._own_log(name, value, **self._grouped(options))
         if not options.get("rank_zero_only"):
-            self._calls.add(LogCall(name, ReductionRule.SHOWN, values, _do_nothing, where))
+            self._calls.add(LogCall(name, ReductionRule.SHOWN, values, do_nothing, where))
 
     def _compare_metric(self, name: str, value: Any) -> None:
         """Compare a metric that averages numbers between ranks, the first few times."""
@@ -198,7 +198,7 @@ class ModuleLog:
                 name,
                 ReductionRule.MEAN_METRIC,
                 [numbers_in(value)],
-                _do_nothing,
+                do_nothing,
                 self._current_hook,
             )
         )
@@ -407,10 +407,6 @@ class ModuleLog:
             yield
         finally:
             self._module._current_fx_name = now
-
-
-def _do_nothing() -> None:
-    """Do nothing: the value was shown when it was logged."""
 
 
 # Kinds of values passed to ``self.log``, and their form after the reduction.

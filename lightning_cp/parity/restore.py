@@ -22,7 +22,7 @@ from lightning_cp.parity.replay import is_strided
 from lightning_cp.parity.snapshot import Snapshot, restore_values
 from lightning_cp.randomness.functions import without_dropout
 from lightning_cp.utils.dtensor import local_part
-from lightning_cp.utils.patching import PatchSet, original_function
+from lightning_cp.utils.patching import PatchSet, do_nothing, original_function
 
 _LOGS = ("log", "log_dict", RATIO_HOOK)
 
@@ -223,9 +223,5 @@ def _mute_logging(model: nn.Module) -> Any:
     patches = PatchSet()
     for name in _LOGS:
         if name in vars(model) or hasattr(type(model), name):
-            patches.put_value(model, name, _nothing)
+            patches.put_value(model, name, do_nothing)
     return patches.undo
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None

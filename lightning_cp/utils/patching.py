@@ -36,7 +36,7 @@ def add_hook(
 
     def remove() -> None:
         handle.remove()
-        hook.function = _do_nothing  # deep copies still have the hook
+        hook.function = do_nothing  # deep copies still have the hook
 
     return remove
 
@@ -61,8 +61,8 @@ class ModuleHook:
         return getattr, (nullcontext(), "__exit__")  # accepts any arguments, and returns nothing
 
 
-def _do_nothing(*_: Any) -> None:
-    """Do nothing, after the run."""
+def do_nothing(*_: Any, **__: Any) -> None:
+    """Do nothing, with any arguments."""
 
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
