@@ -96,6 +96,14 @@ def test_files_of_a_moved_package_are_not_run_twice() -> None:
     assert old is import_module("lightning_cp.apps.train.resume")
 
 
+def test_files_of_the_table_of_files_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    table = text.partition("## Where is what?")[2].partition("\n## ")[0]
+    files = re.findall(r"`([\w/]+\.py)`", table)
+    assert len(files) > 20
+    assert [name for name in files if not (PACKAGE / name).is_file()] == []
+
+
 def test_an_old_name_of_an_attribute_warns() -> None:
     callback = lightning_cp.ContextParallelCallback()
     with (
