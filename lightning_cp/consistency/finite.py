@@ -159,9 +159,10 @@ class StepVote:
         """The sum of all ranks' numbers; ``None`` on all if one does not agree, or has other settings."""
         fact = (WHAT, numbers_of(step.optimizer))
         vote = partial(all_equal_sum, fact, group, number=number)
-        dissents, size = not agrees or counts.asks, step.sample[1]
-        state = self._state.numbers(step.model) if size > 1 else []
-        total = vote(of=step.sample, own=[counts.numbers, state], dissents=dissents)
+        size = step.sample[1]
+        own = [counts.numbers, state := self._state.numbers(step.model) if size > 1 else []]
+        dissents = not agrees or counts.asks or counts.has_doubts()
+        total = vote(of=step.sample, own=own, dissents=dissents)
         if total is not None:
             return total
         gather_facts({"step": step.number}, group, what=WHAT)  # raises if calls differ
@@ -170,7 +171,7 @@ class StepVote:
         counts.check_values(f"step {step.number}", group, size)
         self._state.warn(state, group, size)
         asks = any(gather_objects(counts.asks, group))
-        apart = counts.shared_difference(group, size) or counts.factor_difference(group, size)
+        apart = counts.difference_of_values(group, size)
         total = vote(dissents=not agrees)
         if (asks or apart) and total is not None and self.look is not None:
             self.look(apart or "")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, starmap, zip_longest
+from itertools import chain, islice, starmap, zip_longest
 from operator import itemgetter
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from lightning_cp.comm.consensus import gather_objects
 from lightning_cp.errors import ConfigError
 from lightning_cp.loss.derivatives import TokenSums, derivatives
+from lightning_cp.loss.divisors import Divisors
 from lightning_cp.loss.terms import DECLARE, LossFactors, LossTerms
 from lightning_cp.utils.autograd_notes import Count
 from lightning_cp.utils.tensors import to_list, vector_norm
@@ -115,6 +116,8 @@ class SharedValues:
     value_digits: int = 17
     digits: int = 5
     """Compared digits of gradients in every step; joined values must be equal to the last digit."""
+    divisors: Divisors | None = None
+    """Of its terms; ``None``: a loss that is written alike had no doubtful one."""
     is_followed: bool = False
     """True if the loss has any of these."""
     _found: list[list[float]] | None = None
@@ -130,7 +133,7 @@ class SharedValues:
 
         Short texts of two near values may differ by a digit: where a vote finds that, all digits decide.
         """
-        (weighted,), joined, gradients, value, counted, _ = self._numbers
+        (weighted,), joined, gradients, value, counted, *_ = self._numbers
         if not any(gradients) and not weighted:
             gradients = []  # a loss times 0, of a rank without targets
         return (
@@ -152,11 +155,17 @@ class SharedValues:
     def weighed_factors(self) -> tuple[float, list[float], float]:
         """This rank's targets, the factors, and their rounding limit; waits for the device."""
         tensors = [x for x in self.factors if isinstance(x, torch.Tensor)]
-        (weighted,), *_, read = self._numbers
+        (weighted,), *_, read, _ = self._numbers
         numbers = iter(read)
         values = [float(next(numbers) if isinstance(x, torch.Tensor) else x) for x in self.factors]
         is_short = any(x.is_floating_point() and x.itemsize < 4 for x in tensors)
         return weighted, values, 2e-2 if is_short else 1e-5
+
+    @property
+    def doubt(self) -> str | None:
+        """Start of a message about a divisor, or ``None``; waits for the device."""
+        (weighted,), *_, read = self._numbers
+        return None if self.divisors is None else self.divisors.doubt(weighted, read)
 
     @staticmethod
     def read(losses: Sequence[SharedValues]) -> None:
@@ -168,10 +177,12 @@ class SharedValues:
 
     @property
     def _kinds(self) -> list[Sequence[torch.Tensor]]:
-        """The targets, joined values, gradients, values, weights, and factors that are tensors."""
+        """The targets, joined values, gradients, values, weights; factors and divisors that are tensors."""
         factors = [x for x in self.factors if isinstance(x, torch.Tensor)]
         weighted = torch.as_tensor(self.weighted, dtype=torch.float64)
-        return [[weighted], self.joined, self.gradients, self.value, self.counted, factors]
+        divisors = [] if self.divisors is None else self.divisors.tensors
+        compared = [self.joined, self.gradients, self.value, self.counted]
+        return [[weighted], *compared, factors, divisors]
 
     @property
     def _numbers(self) -> list[list[float]]:
@@ -243,6 +254,8 @@ class TargetCounts:
         self._shared: list[SharedValues] = []
         self._ratios = {1.0: None}
         """Known ratios between factors of losses by hand and the weights of their ranks."""
+        self._clear = set[Any]()
+        """Kinds of divisors of losses that had no doubtful one."""
         self.are_asked = False
         """A loss went backward whose counts matter; all ranks know this, while a mean is known locally."""
         self.beside_other_terms = False
@@ -278,6 +291,7 @@ class TargetCounts:
         factors: LossFactors | None = None,
         whole: torch.Tensor | None = None,
         sums: TokenSums | None = None,
+        divisors: Divisors | None = None,
     ) -> None:
         """Record the values of a loss that must be equal on ranks that share a sample, before its backward.
 
@@ -290,8 +304,11 @@ class TargetCounts:
             factors: of a loss by hand.
             whole: a loss that must be the same number on all ranks; it stays on the device.
             sums: of a loss with a declared count.
+            divisors: of its terms.
         """
         values = SharedValues(weighted)
+        if divisors is not None and divisors.kind not in self._clear:
+            values.divisors, values.is_followed = divisors, True
         if factors is not None:
             values.factors = [*factors.values, *factors.divisors]
             values.is_followed = bool(values.factors)
@@ -343,7 +360,7 @@ class TargetCounts:
         taken._padding, self._padding = self._padding, []
         taken._refusals, self._refusals = self._refusals, []
         taken._shared, self._shared = self._shared, []
-        taken._ratios = self._ratios
+        taken._ratios, taken._clear = self._ratios, self._clear
         taken.are_asked, self.are_asked = self.are_asked, False
         taken.asks, self.asks = self.asks, False
         return taken
@@ -377,6 +394,30 @@ class TargetCounts:
                         float(x[1]) / 2 for x in (values, others)
                     )  # a sum of two, with the sign
                     raise ConfigError(f"{where}: {_values_text(first, first + rank, *shown)}")
+
+    def difference_of_values(self, group: dist.ProcessGroup, sample_size: int) -> str | None:
+        """Return the start of a message if values differ, or a divisor may be wrong. Collective."""
+        return (
+            self.shared_difference(group, sample_size)
+            or self.factor_difference(group, sample_size)
+            or self.doubt(group)
+        )
+
+    def has_doubts(self) -> bool:
+        """True if a divisor of a loss may be wrong on all ranks alike; waits for the device.
+
+        Others of its kind, of later steps, are in no doubt then: a number may equal a count by chance.
+        """
+        looked = [each for each in self._shared if each.divisors is not None]
+        doubtful = [each for each in looked if each.doubt is not None]
+        kinds = {each.divisors.kind for each in doubtful if each.divisors is not None}
+        self._clear |= {x.divisors.kind for x in looked if x.divisors is not None} - kinds
+        return bool(doubtful)
+
+    def doubt(self, group: dist.ProcessGroup) -> str | None:
+        """Return the start of a message about the first doubtful divisor of any rank. Collective."""
+        own = [x for each in self._shared if each.divisors is not None and (x := each.doubt)][:1]
+        return next(chain.from_iterable(gather_objects(own, group)), None)
 
     def shared_difference(self, group: dist.ProcessGroup, sample_size: int) -> str | None:
         """Return the start of a message if shared values differ by more than rounding. Collective."""

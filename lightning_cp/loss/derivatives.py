@@ -25,6 +25,7 @@ from lightning_cp.loss.terms import (
     operator_of,
     producing_edge,
     reduces_by_mean,
+    signed,
     sources_of,
 )
 from lightning_cp.randomness.token_draws import find_token_dims
@@ -138,6 +139,12 @@ class TokenSums:
     is_short: bool = False
     """Some number between the loss and the sums has fewer than 32 bits."""
 
+    def add_sum(self, node: Any) -> None:
+        """Add a sum or a mean, unless it is equal on all ranks."""
+        if not is_shared(node):
+            self.nodes.append(node)
+            self.sizes.append(mean_size(node))
+
     def weights(self, loss: torch.Tensor, targets: Count) -> list[torch.Tensor]:
         """Return the weight of a token in each sum, times the rank's targets; float64 of the sum's shape.
 
@@ -174,15 +181,13 @@ def token_sums(loss: torch.Tensor, rows: int, local_len: int) -> TokenSums:
         shape = node._input_metadata[0].shape
         if is_done:
             of_tokens[node] = any(of_tokens[x] for x in sources_of(node))
-            is_reduced = of_tokens[node] and prod(shape) <= rows
-            if is_reduced and operator_of(node) in _FUNCTIONS_OF_SETS:
+            is_small = of_tokens[node] and prod(shape) <= rows
+            if is_small and operator_of(node) in _FUNCTIONS_OF_SETS:
                 of_tokens[node] = False
                 found.functions.append(operator_of(node))
-            elif is_reduced and _is_sum(node):
+            elif is_small and _is_sum(node):
                 of_tokens[node] = False
-                if not is_shared(node):
-                    found.nodes.append(node)
-                    found.sizes.append(_size(node))
+                found.add_sum(node)
             continue
         of_tokens[node] = False
         count = count_of(node, operator_of(node), origin_of(node))
@@ -194,6 +199,8 @@ def token_sums(loss: torch.Tensor, rows: int, local_len: int) -> TokenSums:
                 found.sizes.append(count)
         elif _is_closed(node):
             found.is_complete = False
+        elif _is_sum(node) and _is_over_tokens(node, rows, local_len):
+            found.add_sum(node)
         elif prod(shape) > rows * local_len or find_token_dims(shape, rows, local_len) is not None:
             of_tokens[node] = True
         else:
@@ -214,11 +221,25 @@ def _is_short(node: Any) -> bool:
     return dtype.is_floating_point and dtype.itemsize < 4 and not hasattr(node, "variable")
 
 
+def _is_over_tokens(node: Any, rows: int, local_len: int) -> bool:
+    """True for a sum over a dimension of tokens, which may leave many features."""
+    source, number = producing_edge(*node.next_functions[0])
+    dims: Any = getattr(node, "_saved_dim", None)
+    if source is None or not isinstance(dims, tuple):
+        return False
+    shape = source._input_metadata[number].shape
+    place = find_token_dims(shape, rows, local_len)
+    if place is None:
+        return False
+    reduced = [signed(dim) % len(shape) for dim in cast("tuple[int, ...]", dims)]
+    return (place.token or 0) in reduced
+
+
 def _is_sum(node: Any) -> bool:
     return operator_of(node) in _SUMS or getattr(node, "_saved_reduction", None) in (1, 2)
 
 
-def _size(node: Any) -> float:
+def mean_size(node: Any) -> float:
     """Return the number of values in a mean; 1 for a sum."""
     if operator_of(node) != "Mean" and not reduces_by_mean(node):
         return 1.0

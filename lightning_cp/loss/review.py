@@ -9,6 +9,7 @@ import torch
 from lightning_cp.errors import ConfigError
 from lightning_cp.loss.counts import ProbeLoss, TargetCounts
 from lightning_cp.loss.derivatives import TokenSums, token_sums
+from lightning_cp.loss.divisors import Divisors, divisors_of
 from lightning_cp.loss.terms import LossTerms, factors_of, ignores_label, loss_terms
 from lightning_cp.loss.weighting import StepLoss
 from lightning_cp.utils.labels import IGNORED_LABEL
@@ -72,8 +73,9 @@ class RunLosses:
         else:
             self.counts.asks |= not (is_clear or weight.is_without_targets) and is_shared
         self.counts.note(means, weight.targets)
+        divisors = self.divisors_of(loss, weight, means, sums)
         _note(
-            *(self.counts, loss, weight, means, sums),
+            *(self.counts, loss, weight, means, sums, divisors),
             is_known=is_known,
             passes=passes,
             padding_asked=padding_asked,
@@ -83,6 +85,16 @@ class RunLosses:
     def sums_of(self, loss: torch.Tensor, weight: StepLoss) -> TokenSums | None:
         """Return the sums over tokens of a loss with a declared count; ``None``: a check found it exact."""
         return None if self.exact_zeros else token_sums(loss, weight.rows, weight.local_len)
+
+    def divisors_of(
+        self, loss: torch.Tensor, weight: StepLoss, means: LossTerms, sums: TokenSums | None
+    ) -> Divisors | None:
+        """Return the divisors of a loss; ``None``: a check found it exact, or ranks share no sequence."""
+        if self.exact_zeros or weight.has_whole_rows:
+            return None
+        found = divisors_of(loss, means, sums, weight.rows, weight.local_len)
+        found.alike = weight.ranks_count_alike
+        return found if found.own or found.shared else None
 
     def passes(self, loss: torch.Tensor, weight: StepLoss, sums: TokenSums | None) -> bool:
         """Return True for a declared loss of sums, and for one like a loss that a check found exact."""
@@ -167,8 +179,9 @@ class ProbeLosses:
         self._run.probe = _facts_of(loss, means, weight)
         sums = self._run.sums_of(loss, weight) if is_shared and weight.is_declared else None
         passes = self._run.passes(loss, weight, sums)
+        divisors = self._run.divisors_of(loss, weight, means, sums)
         _note(
-            *(self.counts, loss, weight, means, sums),
+            *(self.counts, loss, weight, means, sums, divisors),
             is_known=_is_known(means),
             passes=passes,
             padding_asked=padding_asked,
@@ -182,6 +195,7 @@ def _note(
     weight: StepLoss,
     means: LossTerms,
     sums: TokenSums | None,
+    divisors: Divisors | None,
     *,
     is_known: bool,
     passes: bool,
@@ -195,7 +209,7 @@ def _note(
     # The declared count of a mean says nothing about values of whole sequences that are added to it.
     compares = not means.has_products if weight.is_declared else not passes
     compared = means if compares else None
-    counts.note_shared(loss, weight.targets, compared, factors, whole, sums)
+    counts.note_shared(loss, weight.targets, compared, factors, whole, sums, divisors)
 
 
 def _facts_of(loss: torch.Tensor, means: LossTerms, weight: StepLoss) -> ProbeLoss:

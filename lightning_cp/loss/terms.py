@@ -275,8 +275,12 @@ def count_of(node: Any, operator: str, origin: Origin | Count | None) -> Count |
 
 
 def _ignored(node: Any) -> int:
-    ignored = node._saved_ignore_index
-    return ignored - 2**64 * (ignored >= 2**63)  # shown without its sign
+    return signed(node._saved_ignore_index)
+
+
+def signed(saved: int) -> int:
+    """Return an integer of a node, which shows it without its sign."""
+    return saved - 2**64 * (saved >= 2**63)
 
 
 def operator_of(node: Any) -> str:
@@ -285,6 +289,11 @@ def operator_of(node: Any) -> str:
 
 def _divides(node: Any, factor: Any) -> bool:
     return operator_of(node) == "Div" and producing_edge(*node.next_functions[0])[0] is not factor
+
+
+def constants_of(node: Any) -> list[torch.Tensor | float]:
+    """Return the factors of a product or a quotient that have no graph; numbers of Python as such."""
+    return [_value_of(x) if _is_number(x) else x for x in _constants(node)]
 
 
 def _constants(node: Any) -> list[torch.Tensor | float]:
@@ -311,7 +320,12 @@ def _is_number(x: torch.Tensor | float) -> bool:
 def _is_single(x: torch.Tensor | float) -> bool:
     if not isinstance(x, torch.Tensor):
         return True
-    return x.numel() == 1 and (is_frozen(x) or not x.requires_grad)
+    return x.numel() == 1 and not is_trained(x)
+
+
+def is_trained(x: torch.Tensor) -> bool:
+    """True if a gradient goes through a tensor, other than to a value of frozen layers."""
+    return x.requires_grad and not is_frozen(x)
 
 
 def _factor_of(x: torch.Tensor | float) -> torch.Tensor | float:

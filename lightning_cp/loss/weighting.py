@@ -201,6 +201,19 @@ class StepLoss:
         return counts[self._mesh.cp_rank]
 
     @property
+    def ranks_count_alike(self) -> torch.Tensor | bool:
+        """True if all ranks of the sample have as many targets; stays where the counts are."""
+        counts = self._counts
+        return (
+            (counts == counts[0]).all() if isinstance(counts, torch.Tensor) else len({*counts}) == 1
+        )
+
+    @property
+    def has_whole_rows(self) -> bool:
+        """True if this rank has all tokens of its rows."""
+        return self._mesh.cp_size == 1
+
+    @property
     def tokens(self) -> int:
         """Tokens of this rank in all rows, with padding."""
         return self.rows * self.local_len

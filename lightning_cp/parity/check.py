@@ -299,7 +299,8 @@ class ParityCheck:
         group = mesh.control_group(Flat.LOSS)
         aside.is_known &= aside.counts.shared_difference(group, mesh.cp_size) is None
         apart = aside.counts.factor_difference(group, mesh.cp_size)
-        unknown = gather_objects([aside.zeros] if aside.needs_fewer_labels else [], group)
+        found = [aside.zeros] if aside.needs_fewer_labels or aside.counts.has_doubts() else []
+        unknown = gather_objects(found, group)
         self._check_healthy(part, base, uneven=False)
         uneven = self._uneven(part)
         if uneven is not None:

@@ -1,0 +1,281 @@
+"""Losses of batches in which all ranks count as many targets: a wrong divisor is the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_cp import ContextParallelMixin
+from lightning_cp.errors import ConfigError, ParityError
+from tests.helpers.pool import expect_on_every_rank, run_ranks
+from tests.helpers.strategies.small import (
+    HYBRID,
+    LET_EMPTY,
+    RING,
+    ULYSSES,
+    VOCAB,
+    Batch,
+    Settings,
+    Small,
+    close,
+    samples,
+    trainer_of,
+    weights,
+)
+from tests.ranks.loss.test_sequence_losses import logps, of_whole
+from tests.ranks.loss.test_whole_values import count
+from tests.ranks.strategies.test_fabric import Loop
+
+pytestmark = LET_EMPTY
+
+GRIDS = pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [(2, RING), (2, ULYSSES), (4, HYBRID)],
+    ids=["ring 2", "ulysses 2", "hybrid"],
+)
+
+Way = Callable[[Loop, Batch, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Of a loop, a batch, values [B, L] and a mask [B, L] that is true."""
+
+
+def total(loop: Loop, x: torch.Tensor, *mask: torch.Tensor) -> torch.Tensor:
+    return of_whole(loop, "sequence_sum", x, *mask)
+
+
+def regulariser(loop: Loop) -> torch.Tensor:
+    return sum((p.square().sum() for p in loop.model.parameters()), torch.zeros(()))
+
+
+COUNTED_WRONG: dict[str, Way] = {
+    "mean over rows of sums": lambda loop, batch, x, mask: x.sum(1).mean() + 0 * count(loop, mask),
+    "sum": lambda loop, batch, x, mask: (x * mask).sum() * (count(loop, mask) > 0),
+    "function of a vector": lambda loop, batch, x, mask: (
+        (loop.logits(batch).sum((0, 1)) / count(loop, mask)).square().sum()
+    ),
+    "product of vectors": lambda loop, batch, x, mask: (
+        loop.logits(batch).detach().square().mean((0, 1))
+        @ loop.logits(batch).softmax(-1).mean((0, 1))
+        + 0 * count(loop, mask)
+    ),
+    "a whole sum by it": lambda loop, batch, x, mask: total(loop, x).sum() / count(loop, mask),
+    "a whole sum by the mask": lambda loop, batch, x, mask: (
+        x.sum() / count(loop, mask) + total(loop, x, mask).sum() / mask.sum()
+    ),
+    "rows by the mask": lambda loop, batch, x, mask: (
+        x.sum() / count(loop, mask) + (total(loop, x, mask) / mask.sum(1)).mean()
+    ),
+    "a regulariser by it": lambda loop, batch, x, mask: (
+        (x.sum() + regulariser(loop)) / count(loop, mask)
+    ),
+}
+
+WHOLE_WRONG: dict[str, Way] = {
+    "by numel": lambda loop, batch, x, mask: total(loop, x).sum() / x.numel(),
+    "by length": lambda loop, batch, x, mask: total(loop, x).mean() / x.shape[1],
+    "by a mask": lambda loop, batch, x, mask: total(loop, x, mask).sum() / mask.sum(),
+}
+
+COUNTED_RIGHT: dict[str, Way] = {
+    "sum by it": lambda loop, batch, x, mask: x.sum() / count(loop, mask),
+    "sum by the mask": lambda loop, batch, x, mask: x.sum() / mask.sum() + 0 * count(loop, mask),
+    "mean": lambda loop, batch, x, mask: x.mean() + 0 * count(loop, mask),
+    "means of rows": lambda loop, batch, x, mask: x.mean(1).mean() + 0 * count(loop, mask),
+    "each by it": lambda loop, batch, x, mask: (x.square() * mask / count(loop, mask)).sum() / 2,
+    "by a number": lambda loop, batch, x, mask: (
+        0.3 * (x.square() * 0.5).sum() / float(count(loop, mask))
+    ),
+    "a vector": lambda loop, batch, x, mask: (
+        loop.logits(batch).square().sum((0, 1)) / count(loop, mask)
+    ).mean(),
+    "a vector by weights": lambda loop, batch, x, mask: (
+        (loop.logits(batch).softmax(-1).sum((0, 1)) / count(loop, mask))
+        @ torch.arange(float(VOCAB)).double()
+    ),
+    "numbers of tokens": lambda loop, batch, x, mask: (
+        (loop.logits(batch).square() * mask[..., None]).sum() / (count(loop, mask) * VOCAB)
+    ),
+    "numbers of chosen tokens": lambda loop, batch, x, mask: (
+        loop.logits(batch)[mask].square().sum() / (mask.sum() * VOCAB) + 0 * count(loop, mask)
+    ),
+    "sums of tokens": lambda loop, batch, x, mask: (
+        (loop.logits(batch).square().sum(-1) * mask).sum() / (count(loop, mask) * VOCAB)
+    ),
+    "beside a regulariser": lambda loop, batch, x, mask: (
+        x.sum() / count(loop, mask) + 0.01 * regulariser(loop)
+    ),
+    "times a learned number": lambda loop, batch, x, mask: (
+        x.sum() * regulariser(loop).mul(1e-4).exp() / count(loop, mask)
+    ),
+    "chunks": lambda loop, batch, x, mask: (
+        torch.stack([y.sum() for y in x.split(3, 1)]).sum() / count(loop, mask)
+    ),
+    "beside whole rows": lambda loop, batch, x, mask: (
+        x.sum() / count(loop, mask) + of_whole(loop, "sequence_mean", x).square().mean()
+    ),
+    "times whole rows": lambda loop, batch, x, mask: (
+        (of_whole(loop, "sequence_mean", x).exp()[:, None] * x).sum() / count(loop, mask)
+    ),
+}
+
+WHOLE_RIGHT: dict[str, Way] = {
+    "by its sum": lambda loop, batch, x, mask: (
+        total(loop, x).sum() / total(loop, mask.double()).sum()
+    ),
+    "mean": lambda loop, batch, x, mask: of_whole(loop, "sequence_mean", x).mean() / 3,
+}
+
+
+ASKED: dict[str, Way] = {
+    "half": lambda loop, batch, x, mask: x.sum() / (2 * count(loop, mask)),
+}
+"""Exact, but not seen to be."""
+
+
+def steps(
+    rank: int,
+    world_size: int,
+    settings: Settings | None,
+    way: str,
+    labels: str = "none",
+    *,
+    checked: bool = False,
+) -> torch.Tensor:
+    """Two steps on rows whose length divides; a refused one changes no weight."""
+    loop = Loop(world_size, None if settings is None else {"labels": labels, **settings})
+    strategy: Any = loop.fabric.strategy
+    before = weights(loop.model)
+    try:
+        for whole in loop.batches(4, use_distributed_sampler=False):
+            names = ("input_ids", "labels") if labels == "aligned" else ("input_ids",)
+            cut = {name: whole[name][:, :24] for name in names}
+            if checked and loop.parallel:
+                strategy.check_parity(cut, partial(loss_of, loop, way))
+            loop.fabric.backward(loss_of(loop, way, loop.shard(cut)))
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            before = None
+    finally:
+        loop.end()
+        assert before is None or torch.equal(weights(loop.model), before)
+    return weights(loop.model)
+
+
+WAYS = COUNTED_WRONG | WHOLE_WRONG | COUNTED_RIGHT | WHOLE_RIGHT | ASKED
+
+
+def loss_of(loop: Loop, way: str, batch: Batch) -> torch.Tensor:
+    x = logps(loop, batch)
+    return WAYS[way](loop, batch, x, torch.ones_like(x, dtype=torch.bool))
+
+
+@lru_cache(maxsize=8)
+def alone(way: str) -> torch.Tensor:
+    return run_ranks(1, steps, None, way)[0]
+
+
+@GRIDS
+@pytest.mark.parametrize("labels", ["none", "aligned"])
+@pytest.mark.parametrize("way", COUNTED_WRONG)
+@pytest.mark.quick("*-none-ring 2", "sum-aligned-ring 2", "function of a vector-none-hybrid")
+def test_a_sum_that_its_count_does_not_divide_is_asked_about(
+    ranks: int, settings: Settings, labels: str, way: str
+) -> None:
+    match = "(not divided|is divided by|do not weigh the same).*fabric.strategy.check_parity"
+    expect_on_every_rank(ranks, steps, settings, way, labels, error=ConfigError, match=match)
+
+
+@GRIDS
+@pytest.mark.parametrize("way", WHOLE_WRONG)
+@pytest.mark.quick("*-ring 2", "by numel-hybrid")
+def test_a_value_of_whole_rows_by_a_number_of_a_rank_is_asked_about(
+    ranks: int, settings: Settings, way: str
+) -> None:
+    match = "whole sequences, or of parameters, is divided by .*fabric.strategy.check_parity"
+    expect_on_every_rank(ranks, steps, settings, way, error=ConfigError, match=match)
+
+
+@GRIDS
+@pytest.mark.parametrize("way", COUNTED_RIGHT | WHOLE_RIGHT)
+@pytest.mark.quick("*-ring 2", "a vector-hybrid")
+def test_right_divisors_equal_one_process(ranks: int, settings: Settings, way: str) -> None:
+    for got in run_ranks(ranks, steps, settings, way):
+        close(got, alone(way))
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_one_check_answers(checked: bool) -> None:
+    if not checked:
+        match = "declares 24 targets on every rank.*not divided by.*fabric.strategy.check_parity"
+        expect_on_every_rank(2, steps, RING, "half", error=ConfigError, match=match)
+        return
+    for got in run_ranks(2, steps, RING, "half", checked=True):
+        close(got, alone("half"))
+
+
+@pytest.mark.parametrize(
+    ("way", "cause"),
+    [
+        ("a whole sum by it", "a loss of whole sequences, times a number of a rank's own tokens"),
+        ("function of a vector", "a loss that is not a mean over targets"),
+    ],
+)
+def test_a_check_names_the_mistake(way: str, cause: str) -> None:
+    checked = partial(steps, checked=True)
+    match = f"Likely cause: {cause}"
+    expect_on_every_rank(2, checked, RING, way, error=ParityError, match=match)
+
+
+class Dividing(ContextParallelMixin, Small):
+    """Divides a sum over tokens by ``times`` its count."""
+
+    def __init__(self, times: float, automatic: bool) -> None:
+        super().__init__()
+        self.times, self.automatic_optimization = times, automatic
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        ids = batch["input_ids"]
+        values = self.logits(batch).log_softmax(-1).gather(-1, ids[..., None])
+        loss = values.sum() / (self.times * self.count_targets(torch.ones_like(ids)))
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return None
+
+
+def fitted(
+    rank: int, world_size: int, settings: Settings | None, times: float, automatic: bool = True
+) -> torch.Tensor:
+    module = Dividing(times, automatic)
+    rows = [{"input_ids": sample["input_ids"][:24]} for sample in samples(6)]
+    loader: Any = DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+    given = None if settings is None else {**settings, "labels": "none"}
+    trainer_of(world_size, given).fit(module, loader)
+    return weights(module)
+
+
+def test_the_trainer_s_check_answers() -> None:
+    (want,) = run_ranks(1, fitted, None, 2.0)
+    for got in run_ranks(2, fitted, RING, 2.0):
+        close(got, want)
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_trainer_without_a_check_asks(automatic: bool) -> None:
+    settings = {**RING, "parity_check": "off"}
+    match = "declares 24 targets on every rank.*not divided by.*parity_check"
+    expect_on_every_rank(*(2, fitted, settings, 2.0, automatic), error=ConfigError, match=match)
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_trainer_asks_nothing_about_the_count_itself(automatic: bool) -> None:
+    (want,) = run_ranks(1, fitted, None, 1.0, automatic)
+    for got in run_ranks(2, fitted, {**RING, "parity_check": "off"}, 1.0, automatic):
+        close(got, want)
