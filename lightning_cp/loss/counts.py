@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.comm.consensus import gather_objects
 from lightning_cp.errors import ConfigError
-from lightning_cp.loss.derivatives import TokenSums, derivatives
+from lightning_cp.loss.derivatives import TokenSums, derivatives, shared_factors
 from lightning_cp.loss.divisors import Divisors
 from lightning_cp.loss.terms import DECLARE, LossFactors, LossTerms
 from lightning_cp.utils.autograd_notes import Count
@@ -317,7 +317,7 @@ class TargetCounts:
             values.is_followed |= bool(means.joined or means.gathered)
             values.joined = list(map(norm_and_projection, means.joined))
         if means is not None and means.gathered:
-            found = derivatives(loss, means.gathered, means.between)
+            found = _of_whole_sequences(loss, means, sums)
             every = [x for of_outputs in found for x in of_outputs if x is not None]
             gradients = [x for x in every if not isinstance(x, DTensor)]
             values.gradients = list(map(norm_and_projection, gradients))
@@ -531,6 +531,21 @@ class TargetCounts:
             "a loss counted other targets than its rank is weighted by: "
             f"{'; '.join(found[:4])}{more}"
         )
+
+
+def _of_whole_sequences(
+    loss: torch.Tensor, means: LossTerms, sums: TokenSums | None
+) -> list[Sequence[torch.Tensor | None]]:
+    """Return derivatives by values of whole sequences, which are equal on ranks.
+
+    Weighted by targets, products with a mean over a rank's tokens add up to one process's. So their other
+    factor counts here without them.
+    """
+    sums = TokenSums() if sums is None else sums
+    own = (*means.products, *sums.nodes)
+    found = derivatives([loss], means.gathered, means.between, constants=own)
+    factors = shared_factors(means.products) + sums.whole_inputs
+    return found + (derivatives(factors, means.gathered, means.between) if factors else [])
 
 
 def gather_by_sample(

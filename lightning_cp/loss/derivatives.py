@@ -7,7 +7,7 @@ between the loss and them are called, and may be called again by the engine. Not
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, cast
@@ -17,9 +17,11 @@ import torch
 from lightning_cp.loss.terms import (
     LINEAR,
     OPAQUE,
+    SCALING,
     count_of,
     inputs_of,
     is_of_rows,
+    is_of_sequence,
     is_shared,
     is_whole,
     operator_of,
@@ -30,6 +32,9 @@ from lightning_cp.loss.terms import (
 )
 from lightning_cp.randomness.token_draws import find_token_dims
 from lightning_cp.utils.autograd_notes import Count, origin_of
+
+Edge = tuple[Any, int]
+"""A node, and the number of its output."""
 
 _GATHER = "_AllGather"
 """Node of ``all_gather``, whose backward is a collective."""
@@ -43,20 +48,27 @@ _FUNCTIONS_OF_SETS = {
 
 
 def derivatives(
-    loss: torch.Tensor, nodes: Sequence[Any], between: Collection[Any]
+    values: Sequence[torch.Tensor | Edge],
+    nodes: Sequence[Any],
+    between: Collection[Any],
+    constants: Collection[Any] = (),
 ) -> list[Sequence[torch.Tensor | None]]:
-    """Return the derivatives of a loss by the outputs of nodes; none for a node that it does not depend on.
+    """Return the derivatives of a sum of values by the outputs of nodes; none for a node without influence.
 
     Args:
-        loss: before its backward.
+        values: a loss before its backward, or values that it is computed from.
         nodes: behind them nothing is called; outputs of others are held constant.
-        between: nodes between the loss and these, among others.
+        between: nodes between the values and these, among others.
+        constants: nodes whose outputs are held constant, too.
     """
     found: dict[Any, list[torch.Tensor | None]] = {}
-    end, number = producing_edge(loss.grad_fn, loss.output_nr)
-    _add(found, end, number, torch.ones_like(loss))
-    with torch.no_grad(), torch.autocast(loss.device.type, enabled=False):
-        path = _path(end, nodes, between)
+    ends = [_edge_of(x) for x in values]
+    for end, number in ends:
+        like = end._input_metadata[number]
+        _add(found, end, number, torch.ones(like.shape, dtype=like.dtype, device=like.device))
+    device = ends[0][0]._input_metadata[0].device.type
+    with torch.no_grad(), torch.autocast(device, enabled=False):
+        path = _path([end for end, _ in ends], nodes, frozenset(between).difference(constants))
         for node in path:
             if node in nodes or node not in found:
                 continue
@@ -65,6 +77,16 @@ def derivatives(
                 if source in path:
                     _add(found, source, number, x)
     return [found.get(node, ()) for node in nodes]
+
+
+def shared_factors(products: Iterable[Any]) -> list[Edge]:
+    """Return the factors of products that are values of whole sequences."""
+    edges = [producing_edge(*edge) for node in products for edge in node.next_functions]
+    return [edge for edge in edges if is_of_sequence(edge[:1]) and is_shared(edge[0])]
+
+
+def _edge_of(x: torch.Tensor | Edge) -> Edge:
+    return producing_edge(*((x.grad_fn, x.output_nr) if isinstance(x, torch.Tensor) else x))
 
 
 def _call(node: Any, by_outputs: list[torch.Tensor | None]) -> list[tuple[Any, torch.Tensor]]:
@@ -103,13 +125,13 @@ def _add(
     sums[number] = x if before is None else before + x
 
 
-def _path(end: Any, nodes: Collection[Any], between: Collection[Any]) -> dict[Any, None]:
-    """Return the nodes from the end of a graph to ``nodes``, each behind all its users.
+def _path(ends: Iterable[Any], nodes: Collection[Any], between: Collection[Any]) -> dict[Any, None]:
+    """Return the nodes from ends of a graph to ``nodes``, each behind all its users.
 
     No others: calling a parameter's node would change its gradient.
     """
     found: dict[Any, None] = {}
-    ahead = [(end, False)]
+    ahead = [(end, False) for end in ends]
     seen: set[Any] = set()
     while ahead:
         node, is_done = ahead.pop()
@@ -136,21 +158,27 @@ class TokenSums:
     """Names of other functions of all tokens, such as a maximum."""
     is_complete: bool = True
     """The loss is a function of these sums, and of nothing else that a rank computes from its own tokens."""
+    whole_inputs: list[Edge] = field(default_factory=list[Edge])
+    """Values of whole sequences that tokens in these sums are computed from."""
     is_short: bool = False
     """Some number between the loss and the sums has fewer than 32 bits."""
 
-    def add_sum(self, node: Any) -> None:
-        """Add a sum or a mean, unless it is equal on all ranks."""
-        if not is_shared(node):
+    def add_sum(self, node: Any, whole_inputs: Sequence[Edge]) -> None:
+        """Add a sum or a mean, unless it is equal on all ranks.
+
+        A value of whole sequences is not where a mask or a number for each token selects how often it counts.
+        """
+        if whole_inputs or not is_shared(node):
             self.nodes.append(node)
             self.sizes.append(mean_size(node))
+            self.whole_inputs += whole_inputs
 
     def weights(self, loss: torch.Tensor, targets: Count) -> list[torch.Tensor]:
         """Return the weight of a token in each sum, times the rank's targets; float64 of the sum's shape.
 
         A loss that is the mean over these targets has the same weights on all ranks, whatever they count.
         """
-        found = zip(self.sizes, derivatives(loss, self.nodes, self.visited), strict=True)
+        found = zip(self.sizes, derivatives([loss], self.nodes, self.visited), strict=True)
         return [
             x.double() * targets / size
             for size, of_outputs in found
@@ -187,7 +215,7 @@ def token_sums(loss: torch.Tensor, rows: int, local_len: int) -> TokenSums:
                 found.functions.append(operator_of(node))
             elif is_small and _is_sum(node):
                 of_tokens[node] = False
-                found.add_sum(node)
+                found.add_sum(node, _whole_inputs(node, rows, local_len))
             continue
         of_tokens[node] = False
         count = count_of(node, operator_of(node), origin_of(node))
@@ -200,7 +228,7 @@ def token_sums(loss: torch.Tensor, rows: int, local_len: int) -> TokenSums:
         elif _is_closed(node):
             found.is_complete = False
         elif _is_sum(node) and _is_over_tokens(node, rows, local_len):
-            found.add_sum(node)
+            found.add_sum(node, _whole_inputs(node, rows, local_len))
         elif prod(shape) > rows * local_len or find_token_dims(shape, rows, local_len) is not None:
             of_tokens[node] = True
         else:
@@ -208,6 +236,25 @@ def token_sums(loss: torch.Tensor, rows: int, local_len: int) -> TokenSums:
             ahead += [(x, False) for x in sources_of(node)]
     found.is_complete &= not of_tokens.get(end, False)
     found.is_short = any(not x and _is_short(node) for node, x in of_tokens.items())
+    return found
+
+
+def _whole_inputs(end: Any, rows: int, local_len: int) -> list[Edge]:
+    """Return the values of whole sequences that a sum's tokens are computed from: the last without tokens."""
+    found: list[Edge] = []
+    ahead, seen = [end], {end}
+    while ahead:
+        node = ahead.pop()
+        for source, number in (producing_edge(*edge) for edge in node.next_functions):
+            if source is None or source in seen:
+                continue
+            seen.add(source)
+            if not is_shared(source):
+                ahead += [source] if operator_of(source) in SCALING else []
+            elif find_token_dims(source._input_metadata[number].shape, rows, local_len) is not None:
+                ahead.append(source)
+            elif node is not end and is_of_sequence([source]):
+                found.append((source, number))
     return found
 
 

@@ -11,7 +11,7 @@ So each sum needs its count among its divisors, and no other term may have one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, combinations
 from math import prod
@@ -21,7 +21,7 @@ import torch
 
 from lightning_cp.loss.derivatives import TokenSums, mean_size
 from lightning_cp.loss.terms import (
-    LINEAR,
+    SCALING,
     LossTerms,
     constants_of,
     is_shared,
@@ -161,11 +161,11 @@ def divisors_of(
         divisor = divisors[node]
         return path if divisor is None else (*path, divisor)
 
+    sums = TokenSums() if sums is None else sums
     end = producing_edge(loss.grad_fn, loss.output_nr)[0]
-    if sums is not None:
-        found.own += _own_paths(end, sums, found.tokens, behind)
-    if means.between:
-        found.shared += _shared_paths(end, means.between, behind)
+    found.own += _own_paths(end, sums, found.tokens, behind)
+    starts = [end, *(node for node, _ in sums.whole_inputs)]
+    found.shared += _shared_paths(starts, means.between.difference(sums.nodes), behind)
     return found
 
 
@@ -189,14 +189,11 @@ def _own_paths(
                 sizes[node] = _sizes_at(node, means[node], tokens)
             below = [x for x in sources if not is_shared(x)]
             ahead += [(x, (*path, *sizes[node]), True) for x in below]
-        elif is_below and (len(sources) != 1 or operator_of(node) not in _SCALING):
+        elif is_below and (len(sources) != 1 or operator_of(node) not in SCALING):
             found[path] = None
         elif is_below or node in sums.visited:
             ahead += [(x, behind(node, path), is_below) for x in sources]
     return found
-
-
-_SCALING = LINEAR | {"Mul", "Div"}
 
 
 def _sizes_at(node: Any, size: Count, tokens: int) -> Path:
@@ -214,14 +211,15 @@ def _shape_of_source(node: Any) -> tuple[int, ...]:
 
 
 def _shared_paths(
-    end: Any, between: Collection[Any], behind: Callable[[Any, Path], Path]
+    starts: Iterable[Any], between: Collection[Any], behind: Callable[[Any, Path], Path]
 ) -> dict[Path, None]:
     """Return the divisors of values of whole sequences and of parameters.
 
-    A factor of a rank's own tokens ends a path. A mean over such values has as many of them in one process.
+    A product with a rank's own tokens ends a path, and its factor of whole sequences begins one. A mean over
+    such values has as many of them in one process.
     """
     found: dict[Path, None] = {}
-    ahead: list[tuple[Any, Path]] = [(end, ())]
+    ahead: list[tuple[Any, Path]] = [(start, ()) for start in starts]
     seen: set[tuple[Any, Path]] = set()
     while ahead:
         node, path = ahead.pop()

@@ -207,8 +207,7 @@ def _note(
     factors = factors_of(loss, weight.tokens) if follows and not is_known and not is_read else None
     whole = weight.own_value(loss) if weight.without_labels and not weight.is_declared else None
     # The declared count of a mean says nothing about values of whole sequences that are added to it.
-    compares = not means.has_products if weight.is_declared else not passes
-    compared = means if compares else None
+    compared = means if weight.is_declared or not passes else None
     counts.note_shared(loss, weight.targets, compared, factors, whole, sums, divisors)
 
 

@@ -51,15 +51,16 @@ class LossTerms(NamedTuple):
     """Nodes of values of whole sequences that terms are computed from."""
     between: frozenset[Any] = frozenset()
     """Nodes between the loss and these values, among others; none behind a mean over targets."""
-    has_products: bool = False
-    """A value of whole sequences is multiplied by one of a rank's own tokens."""
+    products: tuple[Any, ...] = ()
+    """Nodes at which a value of whole sequences is multiplied by one of a rank's own tokens."""
 
 
 def loss_terms(loss: torch.Tensor) -> LossTerms:
     """Return the terms of a loss; terms of whole sequences do not count as other terms."""
     counts: list[Count] = []
     numbers: list[float] = []
-    own_factor = other_terms = has_products = False
+    own_factor = other_terms = False
+    products: list[Any] = []
     shared: list[Any] = []
     linear: list[Any] = []
     ahead: list[Any] = [producing_edge(loss.grad_fn, loss.output_nr)[0]]
@@ -89,7 +90,7 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
             of_sequence = [x for x in (sources if factors else [node]) if x not in factors]
             if factors:
                 linear.append(node)
-                has_products |= bool(of_sequence) and _is_of_sequence(of_sequence)
+                products += [node] if of_sequence and is_of_sequence(of_sequence) else []
             shared += of_sequence
             if factors or not _is_of_parameters(node):
                 constants = _constants(node)
@@ -108,7 +109,7 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
     between = frozenset((*linear, *graph_nodes(shared, inputs_of)))
     joined = _joined_values(shared)
     return LossTerms(
-        counts, own_factor, numbers, other_terms, joined, gathered, between, has_products
+        counts, own_factor, numbers, other_terms, joined, gathered, between, tuple(products)
     )
 
 
@@ -193,6 +194,7 @@ LINEAR = {
     *("_WithValue", "_ToTorchTensor", "_FromTorchTensor", "Redistribute"),
 }
 """Linear operators, and Python autograd functions that return their input."""
+SCALING = LINEAR | {"Mul", "Div"}
 _NLL = ("NllLoss", "NllLoss2D")
 _IDENTITIES = {
     "_DDPSinkBackward",
@@ -351,7 +353,7 @@ def is_shared(node: Any) -> bool:
     """True if the value is equal on all ranks: made of whole sequences and parameters only."""
     if _is_of_parameters(node):
         return True
-    if not _is_of_sequence([node]):
+    if not is_of_sequence([node]):
         return False
     whole = _made_of_sequence(node)
     besides = {source for each in whole for source in inputs_of(each)} - whole
@@ -462,13 +464,13 @@ def is_of_rows(mean: Any) -> bool:
     Frozen layers leave no note that their tokens are a rank's own.
     """
     sources = inputs_of(mean)
-    if not _is_of_sequence(sources):
+    if not is_of_sequence(sources):
         return False
     has_frozen = any(origin_of(x) is Origin.FROZEN for x in graph_nodes(sources, inputs_of))
     return not has_frozen or all(map(is_shared, sources))
 
 
-def _is_of_sequence(nodes: Iterable[Any]) -> bool:
+def is_of_sequence(nodes: Iterable[Any]) -> bool:
     """True if nodes depend on ``unshard``, and not on a rank's own tokens in another way.
 
     It reads every node above attention, so it calls no function of ours at each of them.

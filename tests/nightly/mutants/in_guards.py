@@ -10,6 +10,7 @@ TRAINER = "tests/ranks/consistency/test_finite.py::test_a_trainer_stops"
 COUNTS = "lightning_cp/loss/counts.py"
 KINDS = "tests/ranks/loss/test_loss_kinds.py::test_"
 WHOLE = "tests/ranks/loss/test_whole_values.py::test_"
+DIVISORS = "tests/ranks/loss/test_divisors.py::test_"
 COUNTED = "tests/ranks/loss/test_counted_losses.py::test_"
 LATER = "tests/ranks/parity/test_later_losses.py::test_"
 SEVERAL = "tests/ranks/loss/test_several_counts.py::test_"
@@ -141,18 +142,87 @@ GUARD_MUTANTS = (
     Mutant(
         "a declared count stands for values of whole rows too",
         "lightning_cp/loss/review.py",
-        "compares = not means.has_products if weight.is_declared else not passes",
-        "compares = not passes",
+        "compared = means if weight.is_declared or not passes else None",
+        "compared = means if not passes else None",
         (f"{WHOLE}a_rank_s_own_count_is_refused[no label-beside_counted-hybrid]",),
         "A whole sum over the number of a rank's own tokens trains on beside a counted mean.",
     ),
     Mutant(
         "a counted mean times a value of whole rows is compared",
-        "lightning_cp/loss/review.py",
-        "compares = not means.has_products if weight.is_declared else not passes",
-        "compares = weight.is_declared or not passes",
-        (f"{WHOLE}they_equal_one_process[multiplied-ring 2]",),
+        COUNTS,
+        "own = (*means.products, *sums.nodes)",
+        "own = sums.nodes",
+        (
+            f"{WHOLE}they_equal_one_process[multiplied-ring 2]",
+            f"{WHOLE}products_of_rows_and_tokens[ring 2-times_rows]",
+        ),
         "A right loss is refused.",
+    ),
+    Mutant(
+        "a row's value in each of its tokens is compared",
+        COUNTS,
+        "own = (*means.products, *sums.nodes)",
+        "own = means.products",
+        (f"{WHOLE}products_of_rows_and_tokens[ring 2-rows_in_tokens]",),
+        "A clipped ratio of a row, averaged over tokens, is refused.",
+    ),
+    Mutant(
+        "values of whole rows in products are not looked at",
+        COUNTS,
+        "if factors else [])",
+        "if not factors else [])",
+        (f"{WHOLE}a_rank_s_own_number_within_products_is_refused[2-times_own_rows]",),
+        "A rank's own share of tokens in a weight of the loss trains on.",
+    ),
+    Mutant(
+        "sums need no divisor where ranks count alike",
+        "lightning_cp/loss/divisors.py",
+        "if alike and not all(",
+        "if alike and not any(",
+        (f"{DIVISORS}a_sum_that_its_count_does_not_divide_is_asked_about[sum-none-ring 2]",),
+        "A sum over tokens that nothing divides is smaller by the number of ranks.",
+    ),
+    Mutant(
+        "numbers of a rank's tokens divide whole rows",
+        "lightning_cp/loss/divisors.py",
+        "counts = {self.tokens, self.local_len, *([targets] if alike else [])} - {0, 1}",
+        "counts = {targets} - {0, 1}",
+        (f"{DIVISORS}a_value_of_whole_rows_by_a_number_of_a_rank_is_asked_about[by numel-ring 2]",),
+        "A sum of rows over x.numel() is larger by the number of ranks.",
+    ),
+    Mutant(
+        "a count divides whole rows",
+        "lightning_cp/loss/divisors.py",
+        "counts = {self.tokens, self.local_len, *([targets] if alike else [])} - {0, 1}",
+        "counts = {self.tokens, self.local_len} - {0, 1, targets}",
+        (
+            f"{DIVISORS}a_sum_that_its_count_does_not_divide_is_asked_about[a whole sum by it-none-ring 2]",
+        ),
+        "A sum of rows over what count_targets returned is larger by the number of ranks.",
+    ),
+    Mutant(
+        "features of tokens are the last sum",
+        "lightning_cp/loss/derivatives.py",
+        "elif _is_sum(node) and _is_over_tokens(node, rows, local_len):",
+        "elif False and _is_over_tokens(node, rows, local_len):",
+        (f"{DIVISORS}right_divisors_equal_one_process[a vector by weights-ring 2]",),
+        "A right loss of a mean vector is asked about.",
+    ),
+    Mutant(
+        "a doubt ends no vote",
+        "lightning_cp/consistency/finite.py",
+        "dissents = not agrees or counts.asks or counts.has_doubts()",
+        "dissents = not agrees or counts.asks",
+        (f"{DIVISORS}one_check_answers[False]",),
+        "A divisor that is wrong on all ranks alike trains on.",
+    ),
+    Mutant(
+        "a check leaves the doubt",
+        "lightning_cp/parity/check.py",
+        "found = [aside.zeros] if aside.needs_fewer_labels or aside.counts.has_doubts() else []",
+        "found = [aside.zeros] if aside.needs_fewer_labels else []",
+        (f"{DIVISORS}one_check_answers[True]",),
+        "A loss that a check found exact is refused.",
     ),
     Mutant(
         "norms alone",

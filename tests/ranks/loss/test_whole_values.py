@@ -9,7 +9,7 @@ import torch
 
 from lightning_cp.errors import ConfigError, LightningCPError
 from tests.helpers.pool import expect_on_every_rank, run_ranks
-from tests.helpers.strategies.small import LET_EMPTY, RING, Batch, Settings, close, weights
+from tests.helpers.strategies.small import LET_EMPTY, RING, RING3, Batch, Settings, close, weights
 from tests.ranks.loss.test_sequence_losses import (
     GRIDS,
     NONE,
@@ -238,3 +238,53 @@ def by_a_float(loop: Loop, batch: Batch) -> torch.Tensor:
 def test_an_index_is_a_whole_number() -> None:
     match = r"sequence_pick needs whole numbers as indices, got \[3.0, 4.0\]"
     expect_on_every_rank(2, padded, {}, by_a_float, error=LightningCPError, match=match)
+
+
+def rows_in_tokens(loop: Loop, batch: Batch, share: torch.Tensor | float = 1.0) -> torch.Tensor:
+    """As GSPO with a mean over tokens: the clipped ratio of a row counts for each of its chosen tokens."""
+    mask, mean = chosen(loop, batch), of_whole(loop, "sequence_mean", logps(loop, batch))
+    ratios, gains = (mean - mean.detach()).exp(), torch.tensor([0.7, -0.4], dtype=mean.dtype)
+    least = torch.minimum(ratios * gains, ratios.clamp(0.8, 1.2) * gains) * share
+    return -(least[:, None] * mask).sum() / count(loop, mask)
+
+
+def rows_in_chosen_tokens(loop: Loop, batch: Batch) -> torch.Tensor:
+    """The same by other operators, beside a term of tokens and one of rows."""
+    values, mask = logps(loop, batch), chosen(loop, batch)
+    mean = of_whole(loop, "sequence_mean", values)
+    of_tokens = mean.exp()[:, None].expand_as(values).where(mask, 0)
+    of_rows = 0.1 * mean.square().mean()
+    return (of_tokens - values * mask).sum() / count(loop, mask) + of_rows
+
+
+def times_rows(loop: Loop, batch: Batch) -> torch.Tensor:
+    """A model's loss, weighted by a value of whole rows, beside a term of it."""
+    mean = of_whole(loop, "sequence_mean", logps(loop, batch)).mean()
+    return loop.loss(batch).nan_to_num() * mean.exp() + 0.2 * mean.square()
+
+
+@pytest.mark.parametrize("way", [rows_in_tokens, rows_in_chosen_tokens, times_rows])
+@GRIDS
+@pytest.mark.quick("*-rows_in_tokens", "ring 3-rows_in_chosen*", "hybrid-times_rows", "ring 2-*")
+def test_products_of_rows_and_tokens(ranks: int, settings: Settings, way: Any) -> None:
+    labels = "aligned" if way is times_rows else "none"
+    for got in run_ranks(ranks, trained, settings, way, labels):
+        close(got, alone(way, labels))
+
+
+def own_rows_in_tokens(loop: Loop, batch: Batch) -> torch.Tensor:
+    return rows_in_tokens(loop, batch, chosen(loop, batch).double().mean())
+
+
+def times_own_rows(loop: Loop, batch: Batch) -> torch.Tensor:
+    share = chosen(loop, batch).double().mean()
+    return loop.loss(batch) * (of_whole(loop, "sequence_mean", logps(loop, batch)) * share).mean()
+
+
+@pytest.mark.parametrize("way", [own_rows_in_tokens, times_own_rows])
+@pytest.mark.parametrize(("ranks", "settings"), [(2, RING), (3, RING3)], ids=["2", "3"])
+def test_a_rank_s_own_number_within_products_is_refused(
+    ranks: int, settings: Settings, way: Any
+) -> None:
+    match = r"values of whole sequences with something.*on rank 0 and.*sequence_sum.*not known what"
+    expect_on_every_rank(ranks, labelled, settings, way, 20, error=ConfigError, match=match)

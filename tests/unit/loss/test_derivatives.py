@@ -74,7 +74,7 @@ LOSSES: dict[str, Loss] = {
 
 def by_whole_values(loss: torch.Tensor) -> list[torch.Tensor]:
     terms = loss_terms(loss)
-    found = derivatives(loss, terms.gathered, terms.between)
+    found = derivatives([loss], terms.gathered, terms.between)
     return [x for of_outputs in found for x in of_outputs if x is not None]
 
 
@@ -112,7 +112,7 @@ def test_other_values_are_held_constant() -> None:
 def test_a_factor_of_a_rank_s_own_is_in_them() -> None:
     z = noted(nn.Parameter(raw(1)) * 1)
     loss = own_mean() * z.mean()
-    assert loss_terms(loss).has_products
+    assert loss_terms(loss).products
     (found,) = by_whole_values(loss)
     torch.testing.assert_close(found, torch.full_like(z, float(own_mean().detach()) / 12))
 

@@ -1,0 +1,103 @@
+"""Divisors of terms, where every rank counts as many targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_cp.loss.counts import TargetCounts
+from lightning_cp.loss.derivatives import token_sums
+from lightning_cp.loss.divisors import divisors_of
+from lightning_cp.loss.terms import loss_terms
+from lightning_cp.utils.autograd_notes import Origin, note_origin
+
+ROWS, LENGTH = 2, 200
+TARGETS = 300
+
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Of values of tokens [2, 200], values of rows [2] and a parameter [4]."""
+
+
+def doubt(of: Loss, *, alike: bool = True) -> str | None:
+    tokens, rows = nn.Parameter(torch.rand(ROWS, LENGTH)) * 1, nn.Parameter(torch.rand(ROWS)) * 1
+    note_origin(tokens, Origin.TOKENS)
+    note_origin(rows, Origin.SEQUENCE)
+    loss = of(tokens, rows, nn.Parameter(torch.rand(4)))
+    sums = token_sums(loss, ROWS, LENGTH)
+    found = divisors_of(loss, loss_terms(loss), sums, ROWS, LENGTH)
+    found.alike = torch.tensor(alike)
+    counts = TargetCounts()
+    counts.note_shared(loss, TARGETS, None, divisors=found)
+    return counts.doubt(None) if counts.has_doubts() else None
+
+
+RIGHT: dict[str, Loss] = {
+    "number": lambda x, z, p: x.sum() / 300,
+    "tensor": lambda x, z, p: x.sum() / torch.tensor(300),
+    "each": lambda x, z, p: (x * torch.ones(2, 200) / 300).sum(),
+    "two divisors": lambda x, z, p: x.sum() / 8 / torch.tensor([300.0]),
+    "inverse": lambda x, z, p: x.sum() * (1 / 300) * 0.5,
+    "epsilon": lambda x, z, p: -x.sum() / (torch.tensor(300) + 1e-6),
+    "bfloat16": lambda x, z, p: x.sum().bfloat16() / torch.tensor(299).bfloat16(),
+    "features": lambda x, z, p: (x[..., None] * torch.ones(5)).sum() / (5 * 300),
+    "features of some": lambda x, z, p: (x.flatten()[:300, None] * torch.ones(5)).sum() / (5 * 300),
+    "mean of some": lambda x, z, p: x.flatten()[:300].mean(),
+    "chunks": lambda x, z, p: (x[:, :50].sum() + x[:, 50:].sum()) / 300,
+    "function": lambda x, z, p: x.exp().sum().mul(p.exp().mean()) / 300 + p.square().sum() / 4,
+    "rows": lambda x, z, p: x.sum() / 300 + 0.1 * z.exp().mean() / 7,
+    "coefficient": lambda x, z, p: x.sum() / 300 + (1 / 50) * z.mean(),
+    "rows times tokens": lambda x, z, p: (z[:, None] * x).sum() / 300,
+    "rows in tokens": lambda x, z, p: (z[:, None] * torch.ones(2, 200)).sum() / 300,
+}
+
+WRONG: dict[str, Loss] = {
+    "none": lambda x, z, p: x.sum(),
+    "rows": lambda x, z, p: x.sum(1).mean(),
+    "tokens": lambda x, z, p: x.mean(),
+    "twice": lambda x, z, p: x.sum() / 600,
+    "one of two": lambda x, z, p: x.sum() / 300 + x.square().mean(),
+    "one of two chunks": lambda x, z, p: x[:, :50].sum() / 300 + x[:, 50:].sum() / 7,
+    "several": lambda x, z, p: x.sum(1) @ (1 / torch.tensor([300.0, 200.0])),
+    "function of a sum by features": lambda x, z, p: (
+        (x[..., None] * torch.ones(5)).sum((0, 1)).square().sum()
+    ),
+    "a whole sum": lambda x, z, p: x.sum() / 300 + z.sum() / 300,
+    "whole by the tokens": lambda x, z, p: x.sum() / 300 + z.exp().sum() / 400,
+    "whole by the length": lambda x, z, p: x.sum() / 300 + (z / 200).mean(),
+    "whole by rows of the length": lambda x, z, p: (
+        x.sum() / 300 + (z / torch.tensor([200, 200])).sum()
+    ),
+    "whole times an inverse": lambda x, z, p: x.sum() / 300 + z.sum() * (1 / 400),
+    "parameters": lambda x, z, p: x.sum() / 300 + p.square().sum() / 300,
+    "rows within tokens": lambda x, z, p: ((z / 200)[:, None] * torch.ones(2, 200)).sum() / 300,
+}
+
+
+@pytest.mark.parametrize("of", RIGHT.values(), ids=RIGHT)
+def test_a_count_among_the_divisors_is_right(of: Loss) -> None:
+    assert doubt(of) is None
+
+
+@pytest.mark.parametrize("of", WRONG.values(), ids=WRONG)
+def test_another_divisor_is_in_doubt(of: Loss) -> None:
+    assert doubt(of) is not None
+
+
+def test_other_counts_are_compared_and_not_in_doubt() -> None:
+    assert doubt(WRONG["rows"], alike=False) is None
+    assert doubt(WRONG["a whole sum"], alike=False) is None
+    assert doubt(WRONG["whole by the tokens"], alike=False) is not None
+
+
+def test_a_loss_that_is_written_like_a_right_one_may_meet_a_count_by_chance() -> None:
+    counts = TargetCounts()
+    for number, asks in ((7, False), (400, False)):
+        rows = nn.Parameter(torch.rand(ROWS)) * 1
+        note_origin(rows, Origin.SEQUENCE)
+        loss = rows.exp().sum() / number
+        divisors = divisors_of(loss, loss_terms(loss), None, ROWS, LENGTH)
+        counts.note_shared(loss, 1, None, divisors=divisors)
+        assert counts.take().has_doubts() == asks
