@@ -41,9 +41,9 @@ JOINED = (
 """Start of a message that ``ASK`` completes."""
 
 GATHERED = (
-    "the loss combines values of whole sequences with something that each rank computes of its own tokens "
-    "(the norm of its derivative by them is {:g} on rank {} and {:g} on rank {}), which has to come from "
-    "sequence_sum, sequence_mean, sequence_pick or unshard, too; so "
+    "the loss combines whole sequences or parameters with something that each rank computes of its own "
+    "tokens (the norm of its derivative by them is {:g} on rank {} and {:g} on rank {}), which has to come "
+    "from sequence_sum, sequence_mean, sequence_pick or unshard, too; so "
 )
 """Start of a message that ``ASK`` completes."""
 
@@ -106,7 +106,7 @@ class SharedValues:
     joined: Sequence[torch.Tensor] = ()
     """float64 [2] each: of values that terms of parameters compute with another tensor."""
     gradients: Sequence[torch.Tensor] = ()
-    """float64 [2] each: of the loss's derivatives by values of whole sequences, before it is weighted."""
+    """float64 [2] each: of the loss's derivatives by values that are equal, before it is weighted."""
     counted: Sequence[torch.Tensor] = ()
     """float64 [2] each: of weights of tokens in the sums of a loss, times this rank's targets."""
     factors: Sequence[float | torch.Tensor] = ()
@@ -314,10 +314,10 @@ class TargetCounts:
             values.is_followed = bool(values.factors)
         self._shared.append(values)
         if means is not None:
-            values.is_followed |= bool(means.joined or means.gathered)
+            values.is_followed |= bool(means.joined or means.gathered or means.scaled)
             values.joined = list(map(norm_and_projection, means.joined))
-        if means is not None and means.gathered:
-            found = _of_whole_sequences(loss, means, sums)
+        if means is not None and (means.gathered or means.scaled):
+            found = _by_shared_values(loss, means, sums)
             every = [x for of_outputs in found for x in of_outputs if x is not None]
             gradients = [x for x in every if not isinstance(x, DTensor)]
             values.gradients = list(map(norm_and_projection, gradients))
@@ -533,19 +533,20 @@ class TargetCounts:
         )
 
 
-def _of_whole_sequences(
+def _by_shared_values(
     loss: torch.Tensor, means: LossTerms, sums: TokenSums | None
 ) -> list[Sequence[torch.Tensor | None]]:
-    """Return derivatives by values of whole sequences, which are equal on ranks.
+    """Return derivatives by values of whole sequences, and of parameters, which are equal on ranks.
 
     Weighted by targets, products with a mean over a rank's tokens add up to one process's. So their other
     factor counts here without them.
     """
     sums = TokenSums() if sums is None else sums
     own = (*means.products, *sums.nodes)
-    found = derivatives([loss], means.gathered, means.between, constants=own)
+    nodes = (*means.gathered, *means.scaled)
+    found = derivatives([loss], nodes, means.between, constants=own)
     factors = shared_factors(means.products) + sums.whole_inputs
-    return found + (derivatives(factors, means.gathered, means.between) if factors else [])
+    return found + (derivatives(factors, nodes, means.between) if factors else [])
 
 
 def gather_by_sample(

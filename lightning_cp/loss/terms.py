@@ -51,6 +51,8 @@ class LossTerms(NamedTuple):
     """Nodes of values of whole sequences that terms are computed from."""
     between: frozenset[Any] = frozenset()
     """Nodes between the loss and these values, among others; none behind a mean over targets."""
+    scaled: tuple[Any, ...] = ()
+    """Nodes of parameter terms that a tensor without a graph multiplies."""
     products: tuple[Any, ...] = ()
     """Nodes at which a value of whole sequences is multiplied by one of a rank's own tokens."""
 
@@ -60,6 +62,7 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
     counts: list[Count] = []
     numbers: list[float] = []
     own_factor = other_terms = False
+    scaled: list[Any] = []
     products: list[Any] = []
     shared: list[Any] = []
     linear: list[Any] = []
@@ -86,7 +89,9 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
             if len(factors) > 1 or (factors and _divides(node, factors[0])):
                 other_terms = True
                 continue
-            other_terms |= not factors and not is_shared(node)
+            if not factors and not is_shared(node):
+                other_terms = True
+                scaled += filter(_is_of_parameters, sources)
             of_sequence = [x for x in (sources if factors else [node]) if x not in factors]
             if factors:
                 linear.append(node)
@@ -108,9 +113,8 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
     gathered = tuple(x for x in graph_nodes(shared, inputs_of) if is_whole(x))
     between = frozenset((*linear, *graph_nodes(shared, inputs_of)))
     joined = _joined_values(shared)
-    return LossTerms(
-        counts, own_factor, numbers, other_terms, joined, gathered, between, tuple(products)
-    )
+    nodes = (joined, gathered, between, tuple(scaled), tuple(products))
+    return LossTerms(counts, own_factor, numbers, other_terms, *nodes)
 
 
 def ignores_label(loss: torch.Tensor, label: int) -> bool:

@@ -344,7 +344,7 @@ def whole_with_a_baseline(loop: Loop, batch: Batch) -> torch.Tensor:
 def test_whole_rows_with_a_rank_s_own_tensor_are_refused(
     ranks: int, settings: Settings, way: Any
 ) -> None:
-    match = r"values of whole sequences with something.*on rank 0 and.*sequence_sum.*not known what"
+    match = r"sequences or parameters with something.*on rank 0 and.*sequence_sum.*not known what"
     expect_on_every_rank(ranks, stepped, settings, way, error=ConfigError, match=match)
 
 

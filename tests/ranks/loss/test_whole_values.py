@@ -58,6 +58,13 @@ def scaled(loop: Loop, batch: Batch) -> torch.Tensor:
     return (values * mask).sum() / count(loop, mask) * scale + by_its_own_count(loop, batch)
 
 
+def beside_scaled_parameters(loop: Loop, batch: Batch) -> torch.Tensor:
+    """A regulariser times the share of a rank's chosen tokens."""
+    values, mask = logps(loop, batch), chosen(loop, batch)
+    weight = next(loop.model.parameters()).square().sum()
+    return (values * mask).sum() / count(loop, mask) + 0.1 * mask.double().mean() * weight
+
+
 def labelled(rank: int, world_size: int, settings: Settings, way: Any, labels: int) -> None:
     """One step, of a batch whose labels are the first ones of each row; it must not change a weight."""
     loop = Loop(world_size, settings)
@@ -74,18 +81,19 @@ def labelled(rank: int, world_size: int, settings: Settings, way: Any, labels: i
 
 
 @GRIDS
-@pytest.mark.parametrize("way", [beside_labels, beside_counted, scaled])
+@pytest.mark.parametrize("way", [beside_labels, beside_counted, beside_scaled_parameters, scaled])
 @pytest.mark.parametrize("labels", [0, 2], ids=["no label", "labels on one rank"])
 @pytest.mark.quick(
     "no label-beside_labels-ring 2",
     "*one rank-beside_labels-ring 3",
     "no*_counted-hybrid",
     "no label-scaled-ring 2",
+    "no label-beside_scaled*-ring 2",
 )
 def test_a_rank_s_own_count_is_refused(
     ranks: int, settings: Settings, way: Any, labels: int
 ) -> None:
-    match = r"values of whole sequences with something.*on rank 0 and.*sequence_sum.*not known what"
+    match = r"sequences or parameters with something.*on rank 0 and.*sequence_sum.*not known what"
     expect_on_every_rank(ranks, labelled, settings, way, labels, error=ConfigError, match=match)
 
 
@@ -99,7 +107,7 @@ def gathered(loop: Loop, batch: Batch) -> torch.Tensor:
 
 def test_a_rank_s_own_count_in_rows_of_all_data_ranks_is_refused() -> None:
     settings = {**RING, "data_parallel_size": 2}
-    match = r"values of whole sequences with something.*on rank \d and.*sequence_sum"
+    match = r"sequences or parameters with something.*on rank \d and.*sequence_sum"
     expect_on_every_rank(4, labelled, settings, gathered, 2, error=ConfigError, match=match)
 
 
@@ -195,7 +203,7 @@ def by_a_near_count(loop: Loop, batch: Batch) -> torch.Tensor:
 @GRIDS
 @pytest.mark.quick("ring 2")
 def test_near_counts_are_refused_in_bfloat16(ranks: int, settings: Settings) -> None:
-    match = "values of whole sequences with something"
+    match = "sequences or parameters with something"
     expect_on_every_rank(
         ranks, labelled, settings, by_a_near_count, 29, error=ConfigError, match=match
     )
@@ -286,5 +294,5 @@ def times_own_rows(loop: Loop, batch: Batch) -> torch.Tensor:
 def test_a_rank_s_own_number_within_products_is_refused(
     ranks: int, settings: Settings, way: Any
 ) -> None:
-    match = r"values of whole sequences with something.*on rank 0 and.*sequence_sum.*not known what"
+    match = r"sequences or parameters with something.*on rank 0 and.*sequence_sum.*not known what"
     expect_on_every_rank(ranks, labelled, settings, way, 20, error=ConfigError, match=match)
