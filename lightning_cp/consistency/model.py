@@ -22,12 +22,8 @@ from lightning_cp import error_display
 from lightning_cp.comm.consensus import World, stable_hash
 from lightning_cp.consistency.settings import differences, value_text, values_by_rank
 from lightning_cp.errors import ConfigError
-from lightning_cp.loss.counts import (
-    first_difference,
-    format_values,
-    gather_by_sample,
-    norm_and_projection,
-)
+from lightning_cp.loss.counts import gather_by_sample
+from lightning_cp.loss.shared_values import first_difference, format_values, norm_and_projection
 
 CONFIGS = ("PretrainedConfig", "PreTrainedConfig")
 """Classes of transformers, by name, so that it need not be imported."""

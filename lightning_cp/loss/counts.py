@@ -6,10 +6,9 @@ finite gradients.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, starmap, zip_longest
+from itertools import chain, starmap, zip_longest
 from operator import itemgetter
 from typing import Any
 
@@ -20,10 +19,15 @@ from torch.distributed.tensor import DTensor
 from lightning_cp.comm.consensus import gather_objects
 from lightning_cp.errors import ConfigError
 from lightning_cp.loss.derivatives import TokenSums, derivatives, shared_factors
-from lightning_cp.loss.divisors import Divisors
+from lightning_cp.loss.divisors import Divisors, Kind
+from lightning_cp.loss.shared_values import (
+    SharedValues,
+    first_difference,
+    is_near,
+    norm_and_projection,
+)
 from lightning_cp.loss.terms import DECLARE, LossFactors, LossTerms
 from lightning_cp.utils.autograd_notes import Count
-from lightning_cp.utils.tensors import to_list, vector_norm
 
 COUNTS = "count_targets was given a mask, or weights, that counts padding"
 TRAINS = "a loss trains on padding"
@@ -97,152 +101,6 @@ class ProbeLoss:
         return not (self.is_known or self.is_declared)
 
 
-@dataclass
-class SharedValues:
-    """Values of one loss that must be equal on ranks that share a sample; norms stay on the device."""
-
-    weighted: Count
-    """This rank's targets."""
-    joined: Sequence[torch.Tensor] = ()
-    """float64 [2] each: of values that terms of parameters compute with another tensor."""
-    gradients: Sequence[torch.Tensor] = ()
-    """float64 [2] each: of the loss's derivatives by values that are equal, before it is weighted."""
-    counted: Sequence[torch.Tensor] = ()
-    """float64 [2] each: of weights of tokens in the sums of a loss, times this rank's targets."""
-    factors: Sequence[float | torch.Tensor] = ()
-    """Numbers and one-element tensors that a loss by hand is multiplied or divided by."""
-    value: Sequence[torch.Tensor] = ()
-    """float64 [2]: of a loss that must be the same number on all ranks; empty for any other."""
-    value_digits: int = 17
-    digits: int = 5
-    """Compared digits of gradients in every step; joined values must be equal to the last digit."""
-    divisors: Divisors | None = None
-    """Of its terms; ``None``: a loss that is written alike had no doubtful one."""
-    is_followed: bool = False
-    """True if the loss has any of these."""
-    _found: list[list[float]] | None = None
-    """The numbers of all these, on the host."""
-
-    @property
-    def votes(self) -> tuple[list[str], ...]:
-        """Texts that are compared in every step; waits for the device."""
-        return self.texts(self.digits, self.value_digits)
-
-    def texts(self, digits: int = 17, value_digits: int = 17) -> tuple[list[str], ...]:
-        """Return the joined values, the gradients, the loss and weights as texts; waits for the device.
-
-        Short texts of two near values may differ by a digit: where a vote finds that, all digits decide.
-        """
-        (weighted,), joined, gradients, value, counted, *_ = self._numbers
-        if not any(gradients) and not weighted:
-            gradients = []  # a loss times 0, of a rank without targets
-        return (
-            _format(joined, 17),
-            _format(gradients, digits),
-            _format(value, value_digits),
-            _format(counted, digits) if weighted else [],
-        )
-
-    def factors_by(self, ratios: Iterable[float]) -> list[str]:
-        """Return the factors as texts for a vote; the weight times a known ratio is written as the ratio."""
-        weight, values, limit = self.weighed_factors
-        return [
-            next((f"* {x}" for x in ratios if _is_near(value, x * weight, limit)), f"{value:.4e}")
-            for value in values
-        ]
-
-    @property
-    def weighed_factors(self) -> tuple[float, list[float], float]:
-        """This rank's targets, the factors, and their rounding limit; waits for the device."""
-        tensors = [x for x in self.factors if isinstance(x, torch.Tensor)]
-        (weighted,), *_, read, _ = self._numbers
-        numbers = iter(read)
-        values = [float(next(numbers) if isinstance(x, torch.Tensor) else x) for x in self.factors]
-        is_short = any(x.is_floating_point() and x.itemsize < 4 for x in tensors)
-        return weighted, values, 2e-2 if is_short else 1e-5
-
-    @property
-    def doubt(self) -> str | None:
-        """Start of a message about a divisor, or ``None``; waits for the device."""
-        (weighted,), *_, read = self._numbers
-        return None if self.divisors is None else self.divisors.doubt(weighted, read)
-
-    @staticmethod
-    def read(losses: Sequence[SharedValues]) -> None:
-        """Copy the numbers of losses to the host; waits for the device once."""
-        kinds = [each._kinds for each in losses]
-        numbers = iter(_read([x for of_loss in kinds for kind in of_loss for x in kind]))
-        for each, of_loss in zip(losses, kinds, strict=True):
-            each._found = [[y for _ in kind for y in next(numbers)] for kind in of_loss]
-
-    @property
-    def _kinds(self) -> list[Sequence[torch.Tensor]]:
-        """The targets, joined values, gradients, values, weights; factors and divisors that are tensors."""
-        factors = [x for x in self.factors if isinstance(x, torch.Tensor)]
-        weighted = torch.as_tensor(self.weighted, dtype=torch.float64)
-        divisors = [] if self.divisors is None else self.divisors.tensors
-        compared = [self.joined, self.gradients, self.value, self.counted]
-        return [[weighted], *compared, factors, divisors]
-
-    @property
-    def _numbers(self) -> list[list[float]]:
-        """The numbers of ``_kinds``; waits for the device if ``read`` has not."""
-        if self._found is None:
-            self.read([self])
-        assert self._found is not None
-        return self._found
-
-
-def _is_near(a: float, b: float, limit: float) -> bool:
-    return a == b or abs(a - b) <= limit * abs(b) or (math.isnan(a) and math.isnan(b))
-
-
-def format_values(values: Sequence[torch.Tensor], digits: int) -> list[str]:
-    """Return the numbers of tensors as texts; waits for the device once."""
-    return [text for numbers in _read(values) for text in _format(numbers, digits)]
-
-
-def _format(numbers: Iterable[float], digits: int) -> list[str]:
-    return [f"{x:.{digits - 1}e}" for x in numbers]
-
-
-def _read(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
-    """Return the numbers of each tensor; waits for the device once."""
-    flat = [x.double().reshape(-1) for x in tensors]
-    on_device = [x for x in flat if not x.is_cpu]
-    numbers = iter(to_list(torch.cat(on_device)) if on_device else ())
-    return [to_list(x) if x.is_cpu else list(islice(numbers, len(x))) for x in flat]
-
-
-def norm_and_projection(x: torch.Tensor) -> torch.Tensor:
-    """Return float64 [2]: the norm, and a sum weighted by position, which shows a small local difference."""
-    x = x.detach() if x.is_floating_point() else x.detach().double()
-    x = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
-    norm = vector_norm(x, dtype=torch.float64)
-    rows, columns = (x.sum(dim, dtype=torch.float64) for dim in (1, 0))
-    return torch.stack(
-        [norm, rows @ _position_weights(rows) + columns @ _position_weights(columns)]
-    )
-
-
-def _position_weights(x: torch.Tensor) -> torch.Tensor:
-    """Return distinct weights in (0, 1]."""
-    return torch.arange(1, len(x) + 1, dtype=x.dtype, device=x.device) / len(x)
-
-
-def first_difference(
-    own: Sequence[str], others: Sequence[str], digits: int
-) -> tuple[float, float] | None:
-    """Return the norms of the first finite value that differs by more than rounding, or ``None``."""
-    limit = {2: 0.05, 3: 1e-2, 5: 1e-4}.get(digits, 1e-5)
-    pairs = [(float(a), float(b)) for a, b in zip(own, others, strict=False)]
-    for (norm, other), *more in (pairs[at : at + 2] for at in range(0, len(pairs), 2)):
-        apart = max(abs(a - b) for a, b in [(norm, other), *more])
-        if math.isfinite(apart) and apart > limit * abs(other):
-            return norm, other
-    return None
-
-
 class TargetCounts:
     """Counts of all losses since the last step of an optimizer."""
 
@@ -254,8 +112,10 @@ class TargetCounts:
         self._shared: list[SharedValues] = []
         self._ratios = {1.0: None}
         """Known ratios between factors of losses by hand and the weights of their ranks."""
-        self._clear = set[Any]()
+        self._clear = set[Kind]()
         """Kinds of divisors of losses that had no doubtful one."""
+        self.exact = set[Kind]()
+        """Inner kinds of divisors of losses that a check found exact."""
         self.are_asked = False
         """A loss went backward whose counts matter; all ranks know this, while a mean is known locally."""
         self.beside_other_terms = False
@@ -307,7 +167,9 @@ class TargetCounts:
             divisors: of its terms.
         """
         values = SharedValues(weighted)
-        if divisors is not None and divisors.kind not in self._clear:
+        if divisors is not None and not (
+            divisors.kind in self._clear or divisors.inner_kind in self.exact
+        ):
             values.divisors, values.is_followed = divisors, True
         if factors is not None:
             values.factors = [*factors.values, *factors.divisors]
@@ -408,15 +270,23 @@ class TargetCounts:
 
         Others of its kind, of later steps, are in no doubt then: a number may equal a count by chance.
         """
-        looked = [each for each in self._shared if each.divisors is not None]
-        doubtful = [each for each in looked if each.doubt is not None]
-        kinds = {each.divisors.kind for each in doubtful if each.divisors is not None}
-        self._clear |= {x.divisors.kind for x in looked if x.divisors is not None} - kinds
-        return bool(doubtful)
+        found = [each.divisors for each in self._doubtful if each.divisors is not None]
+        every = {each.divisors.kind for each in self._shared if each.divisors is not None}
+        self._clear |= every - {divisors.kind for divisors in found}
+        return bool(found)
+
+    def clear_doubts(self, checked: TargetCounts) -> None:
+        """Let losses pass that are written as those in ``checked``, which a check found exact."""
+        found = [each.divisors for each in checked._doubtful if each.divisors is not None]
+        self.exact |= {divisors.inner_kind for divisors in found}
+
+    @property
+    def _doubtful(self) -> list[SharedValues]:
+        return [each for each in self._shared if each.doubt]
 
     def doubt(self, group: dist.ProcessGroup) -> str | None:
         """Return the start of a message about the first doubtful divisor of any rank. Collective."""
-        own = [x for each in self._shared if each.divisors is not None and (x := each.doubt)][:1]
+        own = [each.doubt for each in self._doubtful][:1]
         return next(chain.from_iterable(gather_objects(own, group)), None)
 
     def shared_difference(self, group: dist.ProcessGroup, sample_size: int) -> str | None:
@@ -446,10 +316,10 @@ class TargetCounts:
             limit = max(limit for *_, limit in found)
             for values in zip(*(factors for _, _, factors, _ in found), strict=True):
                 ratios = [x / each[1] for x, each in zip(values, found, strict=True)]
-                if all(_is_near(x, ratios[0], limit) for x in ratios):
+                if all(is_near(x, ratios[0], limit) for x in ratios):
                     self._ratios.update({ratios[0]: None} if len(self._ratios) < RATIOS else {})
                     continue
-                other = [at for at, x in enumerate(values) if not _is_near(x, values[0], limit)]
+                other = [at for at, x in enumerate(values) if not is_near(x, values[0], limit)]
                 if other:
                     shown = values[0], found[0][0], values[other[0]], found[other[0]][0]
                     return FACTORS.format(*shown)

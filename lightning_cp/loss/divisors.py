@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, combinations
+from itertools import chain, combinations, dropwhile
 from math import prod
 from typing import Any
 
@@ -46,6 +46,11 @@ class Divisor:
 
 Path = tuple[Divisor, ...]
 """Divisors between a loss and a term."""
+Kind = tuple[frozenset[int], frozenset[int]]
+
+
+def _is_number(divisor: Divisor) -> bool:
+    return not isinstance(divisor.value, torch.Tensor)
 
 
 @dataclass
@@ -63,13 +68,22 @@ class Divisors:
     """All ranks that share a sample have as many targets."""
 
     @property
-    def kind(self) -> tuple[tuple[int, ...], ...]:
-        """Numbers of divisors of each term: equal for losses that are written alike."""
-        return tuple(map(len, self.own)), tuple(map(len, self.shared))
+    def kind(self) -> Kind:
+        """Numbers of divisors of own and of shared terms: equal for losses that are written alike."""
+        return frozenset(map(len, self.own)), frozenset(map(len, self.shared))
+
+    @property
+    def inner_kind(self) -> Kind:
+        """The same without last divisions by numbers, as for accumulation, which a check does not see."""
+        own, shared = (
+            frozenset(len(list(dropwhile(_is_number, path))) for path in paths)
+            for paths in (self.own, self.shared)
+        )
+        return own, shared
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What is on a device: each divisor once, and ``alike``."""
+        """Values on a device: each divisor once, and ``alike``."""
         every = dict.fromkeys(chain.from_iterable((*self.own, *self.shared)))
         values = [x.value for x in every] + [self.alike]
         return [x for x in values if isinstance(x, torch.Tensor)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -47,10 +47,16 @@ class RunLosses:
         self.follows_factors = True
         """Ranks compare factors of losses by hand; no check found that they may differ."""
 
+    @property
+    def findings(self) -> tuple[Any, ...]:
+        """A copy of what checks have found."""
+        return set(self.exact_zeros), self.follows_factors, set(self.counts.exact)
+
     def forget_model(self) -> None:
         """Forget the checks of another model's steps."""
         self.exact_zeros.clear()
         self.follows_factors = True
+        self.counts.exact.clear()
 
     def check(
         self, loss: torch.Tensor, weight: StepLoss, *, padding_asked: bool, is_shared: bool

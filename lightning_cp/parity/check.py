@@ -299,14 +299,14 @@ class ParityCheck:
         group = mesh.control_group(Flat.LOSS)
         aside.is_known &= aside.counts.shared_difference(group, mesh.cp_size) is None
         apart = aside.counts.factor_difference(group, mesh.cp_size)
-        found = [aside.zeros] if aside.needs_fewer_labels or aside.counts.has_doubts() else []
-        unknown = gather_objects(found, group)
+        unknown = gather_objects([aside.zeros] if aside.needs_fewer_labels else [], group)
         self._check_healthy(part, base, uneven=False)
         uneven = self._uneven(part)
         if uneven is not None:
             self._check_healthy(uneven, self._compare_uneven(uneven), uneven=True)
         for zeros in {each for of_rank in unknown for each in of_rank}:
             self.runner.runtime.losses.note_exact(zeros)
+        self.runner.runtime.losses.counts.clear_doubts(aside.counts)
         self.runner.runtime.losses.follows_factors &= apart is None
         chunked = self.runner.runtime.settings.loss_chunk_tokens is not None
         seconds, evaluation = time.monotonic() - started, self.runner.evaluation

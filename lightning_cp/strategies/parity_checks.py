@@ -145,11 +145,10 @@ class TrainerParity:
         if not due:
             self._skip("ranks have losses of other kinds than each other in a batch")
             return
-        before = set(self._runtime.losses.exact_zeros), self._runtime.losses.follows_factors
+        before = self._runtime.losses.findings
         with self._runtime.between_steps(), torch.enable_grad():
             self._check(self._candidates[due[0][1]])
-        found = self._runtime.losses.exact_zeros, self._runtime.losses.follows_factors
-        if found == before and self._runtime.losses.question is None:
+        if self._runtime.losses.findings == before and self._runtime.losses.question is None:
             self._skip("run again for it, the step had a loss of a known kind, or declared it")
 
     def _check(self, micro_batch: _CheckedBatch) -> None:

@@ -116,7 +116,7 @@ GUARD_MUTANTS = (
     Mutant(
         "a regulariser is taken for a sum over tokens",
         "lightning_cp/loss/derivatives.py",
-        "if not is_shared(node):",
+        "if whole_inputs or not is_shared(node):",
         "if True:",
         ("tests/unit/loss/test_derivatives.py::test_weights_of_tokens_times_six_targets",),
         "A right loss with weight decay of its own is refused.",
@@ -219,14 +219,14 @@ GUARD_MUTANTS = (
     Mutant(
         "a check leaves the doubt",
         "lightning_cp/parity/check.py",
-        "found = [aside.zeros] if aside.needs_fewer_labels or aside.counts.has_doubts() else []",
-        "found = [aside.zeros] if aside.needs_fewer_labels else []",
+        "counts.clear_doubts(aside.counts)",
+        "counts",
         (f"{DIVISORS}one_check_answers[True]",),
         "A loss that a check found exact is refused.",
     ),
     Mutant(
         "norms alone",
-        COUNTS,
+        "lightning_cp/loss/shared_values.py",
         "rows @ _position_weights(rows) + columns @ _position_weights(columns)",
         "norm",
         ("tests/unit/loss/test_loss_terms.py::test_a_small_part_of_another_tensor_is_told",),
@@ -251,7 +251,7 @@ GUARD_MUTANTS = (
     Mutant(
         "numbers of targets are factors of a rank's own",
         COUNTS,
-        "all(_is_near(x, ratios[0], limit) for x in ratios)",
+        "all(is_near(x, ratios[0], limit) for x in ratios)",
         "False",
         (f"{LATER}right_factors_cost_no_agreement",),
         "Right losses by hand are looked at again.",
@@ -259,8 +259,8 @@ GUARD_MUTANTS = (
     Mutant(
         "state that steps write to is not compared",
         "lightning_cp/consistency/finite.py",
-        "own=[counts.numbers, state]",
-        "own=[counts.numbers]",
+        "total = vote(of=step.sample, own=own,",
+        "total = vote(of=step.sample, own=own[:1],",
         (f"{LATER}state_of_a_rank_s_own_tokens_is_warned_of_by_name[3-settings1]",),
         "A buffer of a rank's own tokens is used with Fabric, without a word.",
     ),

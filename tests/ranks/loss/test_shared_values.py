@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_cp.loss.counts import TargetCounts, norm_and_projection
+from lightning_cp.loss.counts import TargetCounts
+from lightning_cp.loss.shared_values import norm_and_projection
 from tests.helpers.pool import run_ranks
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_cp.logging.reduce import weighted_mean
-from lightning_cp.loss.counts import SharedValues
+from lightning_cp.loss.shared_values import SharedValues
 from lightning_cp.loss.weighting import average_weights, read_shares
 
 COUNTS = {"on the host": [2, 0, 6], "on the device": torch.tensor([2.0, 0.0, 6.0]).double()}
