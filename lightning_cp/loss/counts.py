@@ -284,7 +284,7 @@ class TargetCounts:
     def _doubtful(self) -> list[SharedValues]:
         return [each for each in self._shared if each.doubt]
 
-    def doubt(self, group: dist.ProcessGroup) -> str | None:
+    def doubt(self, group: dist.ProcessGroup | None) -> str | None:
         """Return the start of a message about the first doubtful divisor of any rank. Collective."""
         own = [each.doubt for each in self._doubtful][:1]
         return next(chain.from_iterable(gather_objects(own, group)), None)
