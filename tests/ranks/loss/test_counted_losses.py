@@ -39,6 +39,9 @@ WRONG: dict[str, Way] = {
     "maximum": lambda x, mask, n, p: (x * mask).max() / n,
 }
 
+FEATURES = torch.linspace(0.01, 0.05, 31, dtype=torch.float64)
+"""More than the tokens of a rank."""
+
 RIGHT: dict[str, Way] = {
     "mean of chosen": lambda x, mask, n, p: x[mask].mean(),
     "rows in a loop": lambda x, mask, n, p: (
@@ -52,6 +55,9 @@ RIGHT: dict[str, Way] = {
     "sum of squares": lambda x, mask, n, p: F.mse_loss(x * mask, x * 0, reduction="sum") / n,
     "beside a regulariser": lambda x, mask, n, p: (x * mask).sum() / n + 0.1 * p.square().sum(),
     "learned factor": lambda x, mask, n, p: (x * mask).sum() / n * p.square().mean().exp(),
+    "vector": lambda x, mask, n, p: (
+        (x[..., None].exp() * mask[..., None] * FEATURES).sum((0, 1)) / n @ FEATURES.sqrt()
+    ),
     "two terms": lambda x, mask, n, p: 0.5 * (x.exp() * mask).sum() / n - (x * mask).sum() / n,
     "weights of rows": lambda x, mask, n, p: (
         (x * mask).sum(1) @ torch.tensor([0.3, 0.7], dtype=x.dtype) / n
@@ -98,6 +104,7 @@ def test_signs_are_compared() -> None:
 @pytest.mark.quick(
     *(
         "rows in a loop-ring 3",
+        "vector-ring 2",
         "two terms-hybrid",
         "mean over all*-ring 2",
         "beside*-ring 2",
