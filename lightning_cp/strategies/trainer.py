@@ -358,19 +358,20 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         return self.engine.accumulating(self.model)
 
     def _clip_gradients(self, own: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Complete gradients before they are clipped, also by hand."""
+        """Complete gradients before they are clipped by hand; before Lightning clips, they are."""
         is_wrapped = isinstance(optimizer, LightningOptimizer)
         self._finalize_gradients(optimizer.optimizer if is_wrapped else optimizer)
         own(optimizer, *args, **kwargs)
 
     def _finalize_gradients(self, optimizer: Optimizer) -> None:
-        """Complete the gradients of a window, and check that they are finite on all ranks."""
+        """Complete the gradients of a window, and check them; once, before hooks and clipping read them."""
+        if self._guard.has_tested(optimizer):
+            return
         module = self._module
         # Lightning divides each loss by the same number, also in a shorter window at an epoch's end.
         divided = module.trainer.accumulate_grad_batches if module.automatic_optimization else None
         self.runtime.end_window(optimizer, divided)
-        number = module.trainer.global_step + 1
-        self._check_finite(number, optimizer, module, self.precision_plugin)
+        self._check_finite(module.trainer.global_step + 1, optimizer, module, self.precision_plugin)
 
     @override
     def optimizer_step(
@@ -387,7 +388,6 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         """
         in_optimizer = ExitStack()  # an optimizer draws for parameters, not for tokens
 
-        # Hooks and clipping, which read gradients, come after it.
         def closure_then_finalize() -> Any:
             in_optimizer.close()
             goes_backward = self._module.automatic_optimization and self.runtime.enabled
