@@ -284,7 +284,6 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         patches.undo()
         for name, instead in (
             ("convert_input", self._convert_input),
-            ("pre_backward", self._scale_before_hooks),
             ("backward", self._backward),
             ("clip_gradients", self._clip_gradients),
         ):
@@ -301,23 +300,26 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         return own(batch)
 
     @override
-    def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        self._position.enter(Phase.BACKWARD)
-        super().pre_backward(closure_loss)
-        self._note_loss(closure_loss, self.optimizers)
-
-    def _scale_before_hooks(self, own: Any, loss: torch.Tensor, *args: Any) -> torch.Tensor:
-        """Weight a loss by this rank's share of the targets, before hooks, which cannot replace it.
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Weight a loss by this rank's share of the targets, before hooks, and call backward.
 
         Raises:
-            ConfigError: backward would run through attention on some ranks only, or the targets of the loss
-                are unknown.
+            ConfigError: backward would run through attention on some ranks only, the targets of the loss are
+                unknown, or trained parameters have no gradient.
+            NonFiniteError: the loss of a rank without targets is not finite, also scaled by 0.
+            RankFailure: that happened on another rank.
         """
-        automatic = self._module.automatic_optimization
-        scaled = self.runtime.step.scale_loss(loss, self.optimizers, automatic=automatic)
+        step, automatic = self.runtime.step, self._module.automatic_optimization
+        self._position.enter(Phase.BACKWARD)
+        self._note_loss(closure_loss, self.optimizers)
+        scaled = step.scale_loss(closure_loss, self.optimizers, automatic=automatic)
         if self.parity.is_on:
-            self.parity.after_loss(loss)
-        return own(scaled, *args)
+            self.parity.after_loss(closure_loss)
+        shown = super().backward(scaled, *args, **kwargs)
+        assert self.model is not None
+        self.engine.finish_backward()
+        step.after_backward(self.model.parameters())
+        return shown
 
     def _backward(self, own: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Prepare the engine between the hooks of backward and autograd, where Lightning has no hook."""
@@ -336,20 +338,6 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         options = (self.mesh, self.root_device, self._ddp_options)
         self.model = self.engine.rewrap(self.model, *options)
         return True
-
-    @override
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Check the gradients of backward.
-
-        Raises:
-            ConfigError: trained parameters have no gradient.
-            NonFiniteError: the loss of a rank without targets is not finite, also scaled by 0.
-            RankFailure: that happened on another rank.
-        """
-        assert self.model is not None
-        self.engine.finish_backward()
-        self.runtime.step.after_backward(self.model.parameters())
-        super().post_backward(closure_loss)
 
     @override
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
