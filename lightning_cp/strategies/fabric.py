@@ -304,7 +304,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         Raises:
             ConfigError: the models were called in the step, and no attention call was intercepted.
         """
-        self.runtime.close_step()
+        self._loops.end_step()
 
     @override
     def backward(

@@ -258,7 +258,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         runtime, module = self.runtime, self._module
         is_shared, is_automatic = runtime.enabled, module.automatic_optimization
         self._rewrap_if_requires_grad_changed()
-        runtime.begin_step()  # ends in on_train_batch_end: backward may recompute
+        runtime.begin_step()
         shown: list[torch.Tensor] = []
         with self._log.during_step():
             counted = module.trainer.global_step if is_automatic else None
@@ -277,6 +277,11 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
             output = {**output, "loss": seen} if isinstance(output, Mapping) else seen
         runtime.check_step()
         return output
+
+    def end_training_step(self) -> None:
+        """End the step after its backward, which may recompute; called before all on_train_batch_end."""
+        self._position.enter(Phase.BETWEEN_STEPS)
+        self.runtime.end_step()
 
     def _patch_precision_plugin(self) -> None:
         """Act before the hooks of a batch, between hooks and autograd, and before gradients are clipped."""
