@@ -106,11 +106,10 @@ class ContextParallelCallback(Callback):
                 strategy.disable_saves(trainer)
         self._release()
 
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """End the step: the model is the plain model until the next batch."""
-        runtime = self.runtime
-        runtime.watch.position.enter(Phase.BETWEEN_STEPS)
-        runtime.end_step()
+        strategy: Any = trainer.strategy
+        strategy.end_training_step()
         self._begin_hook("on_train_batch_end")
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:

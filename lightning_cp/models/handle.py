@@ -10,11 +10,10 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from lightning_cp.attention.function import attend, attend_with_max_logits, cast
 from lightning_cp.attention.plan import AttentionPlan, make_plan, make_request
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.batch.step_state import StepState, raise_gradient_mismatch
-from lightning_cp.comm.consensus import Facts, check_equal, gather_by_vote
+from lightning_cp.comm.consensus import gather_by_vote
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.auto import MANY_LENGTHS, Tiles, tiles_of
 from lightning_cp.kernels.protocol import Request
@@ -40,6 +39,7 @@ from lightning_cp.models.qk_scores import (
     make_plan_with_scores,
     make_scores_plan,
 )
+from lightning_cp.models.rank_checks import RankChecks
 from lightning_cp.utils.autograd_notes import Origin, note_origin
 from lightning_cp.utils.console import (
     Place,
@@ -55,8 +55,6 @@ from lightning_cp.utils.patching import (
     without_garbage_collection,
 )
 
-T = TypeVar("T")
-
 Listener = Callable[[AttentionPlan, torch.Tensor, torch.Tensor], None]
 """Callback of an attention call: its plan, q and out."""
 
@@ -64,129 +62,6 @@ ATTENTION = re.compile(r"(Attention|Attn)(Layer|Block)?(V?\d+)?$")
 """Names of classes that are expected to call attention at least once when they are called."""
 
 COLUMNS = ("modules", "count", "class", "attention", "was")
-
-
-@dataclass
-class PendingChecks:
-    """Checks whose outcome the other ranks do not know yet."""
-
-    names: list[str] = field(default_factory=list)
-    error: Exception | None = None
-    """Error of the first check that failed."""
-    before_data: bool = False
-    """Ranks must exchange the outcome before any other data."""
-
-
-class RankChecks:
-    """Checks that each rank makes of its own tokens, within one step; every rank learns of a failure.
-
-    Sending an outcome costs one message. Two kinds of outcome travel with a later message instead: that of a
-    check which another check follows before any other collective, and that of a check within ``deferring``,
-    at the end of which ranks agree on everything, before a weight changes.
-    """
-
-    def __init__(self, mesh: ContextParallelMesh) -> None:
-        self._mesh = mesh
-        self._defers = False
-        self._waiting = PendingChecks()
-        self._error: Exception | None = None
-
-    def run(
-        self,
-        what: str,
-        check: Callable[[], T],
-        *,
-        more_follow: bool = False,
-        facts: Callable[[T], Facts] = lambda _: {},
-        remedy: str | None = None,
-    ) -> T:
-        """Run a check that depends on this rank's tokens; every rank of the cp group must call this.
-
-        Args:
-            what: name of the check, the same on every rank.
-            check: raises if something is wrong.
-            more_follow: ranks run another check before their next collective, so the success of this one
-                is sent with that. A failure is sent at once.
-            facts: of the check's result, which ranks compare in the same message; not with ``more_follow``.
-            remedy: the fix of facts that differ, for the message.
-
-        Raises:
-            Exception: the check's error, if it failed on this rank.
-            RankFailure: the check failed on another rank.
-            BatchMismatchError: another rank runs another check, or a fact differs.
-        """
-        result: T | None = None
-        error: Exception | None = None
-        try:
-            result = check()
-        except Exception as refused:  # any: a rank that raised alone would leave the others waiting
-            error = refused
-        self._waiting.names.append(what)
-        self._waiting.before_data = more_follow
-        if error is not None or not more_follow:
-            self.flush(error, {} if error is not None else facts(cast(T, result)), remedy)
-        return cast(T, result)
-
-    def run_deferred(self, what: str, check: Callable[[], None]) -> None:
-        """Run a check as ``run`` does; within ``deferring`` an error is raised at the end of the step.
-
-        A rank must not leave the step alone: a collective may follow in it.
-        """
-        if not self._defers:
-            self.run(what, check)
-            return
-        self._waiting.names.append(what)
-        try:
-            check()
-        except Exception as refused:
-            self._waiting.error = self._waiting.error or refused
-
-    @contextmanager
-    def deferring(self) -> Iterator[None]:
-        """Defer outcomes of checks; at the end of the block ranks agree on ``pop`` and ``pop_error`` too."""
-        self._defers = True
-        try:
-            yield
-        finally:
-            self._defers = False
-
-    def flush_before_data(self) -> None:
-        """Send the outcomes that must precede the next collective."""
-        if self._waiting.before_data:
-            self.flush()
-
-    def flush(
-        self, error: Exception | None = None, facts: Facts | None = None, remedy: str | None = None
-    ) -> None:
-        """Send the pending outcomes to all ranks of the cp group; raise the error of a failed check."""
-        waiting = self.pop()
-        error = waiting.error or error
-        try:
-            if waiting.names and self._mesh.sample_size > 1:
-                group, what = self._mesh.control_group(Flat.CP), ", ".join(waiting.names)
-                check_equal(facts or {}, group, what=what, error=error, remedy=remedy)
-            if error is not None:
-                raise error
-        except Exception as refused:
-            if (
-                self._defers
-            ):  # kept for ``pop_error``; the caller must pop it, since it keeps frames alive
-                self._error = refused
-            raise
-
-    def pop(self) -> PendingChecks:
-        """Remove and return the pending checks, whose outcome the caller sends."""
-        taken, self._waiting = self._waiting, PendingChecks()
-        return taken
-
-    def pop_error(self) -> Exception | None:
-        """Remove and return this rank's error of a step whose failure all ranks of the cp group know."""
-        refused, self._error = self._error, None
-        return refused
-
-    def clear(self) -> None:
-        """Forget all outcomes, when a step ends or fails."""
-        self._waiting, self._error = PendingChecks(), None
 
 
 class SwapMethod(NamedTuple):
@@ -258,6 +133,22 @@ def _number(count: int | None) -> str:
     return "-" if count is None else str(count)
 
 
+@dataclass
+class RankContext:
+    """The ranks that attend together, how they do, and what they have agreed on."""
+
+    mesh: ContextParallelMesh
+    kernel: str = "auto"
+    exchange: Exchange = field(default_factory=Exchange)
+    requests: dict[Request, Tiles] = field(default_factory=dict)
+    """Distinct kernel requests of the attention calls so far, with the tiles of the last call."""
+    agreed: set[tuple[Request, str]] = field(default_factory=set)
+    """Kinds of attention calls that all ranks have agreed on."""
+
+    def __post_init__(self) -> None:
+        self.checks = RankChecks(self.mesh)
+
+
 class SwapHandle:
     """Connection between one model's attention calls and one mesh."""
 
@@ -267,16 +158,10 @@ class SwapHandle:
         kernel: str = "auto",
         exchange: Exchange | None = None,
     ) -> None:
-        self.mesh = mesh
-        self.kernel = kernel
-        self.exchange = exchange or Exchange()
+        self.ranks = RankContext(mesh, kernel, exchange or Exchange())
         self.state: StepState | None = None
-        self.requests: dict[Request, Tiles] = {}
-        """Distinct kernel requests of the attention calls so far, with the tiles of the last call."""
         self.lengths: set[int] = set()
         """Lengths of rows so far, at most one more than ``MANY_LENGTHS``."""
-        self.agreed: set[tuple[Request, str]] = set()
-        """Kinds of attention calls that all ranks have agreed on."""
         self.listeners: Sequence[Listener] = ()
         """Callbacks of every attention call."""
         self.progress: Callable[[], None] = _noop
@@ -294,7 +179,6 @@ class SwapHandle:
         """Models inside receive the positions of their tokens, so the step need not read them."""
         self.warned: set[str] = set()
         """Keys of warnings that were shown already."""
-        self.checks = RankChecks(mesh)
         self.collector: MaxLogitsCollector | None = None
         """Collects the largest scores, for QK-clip."""
         self.has_batch: Callable[[Any], bool] = bool
@@ -303,6 +187,16 @@ class SwapHandle:
         self._stop_waiting: Callable[[], object] = list  # nothing
         self.patches = PatchSet()
         """Replacements and hooks until the swap is undone."""
+
+    @property
+    def mesh(self) -> ContextParallelMesh:
+        """The process groups."""
+        return self.ranks.mesh
+
+    @property
+    def checks(self) -> RankChecks:
+        """Checks of this rank's tokens."""
+        return self.ranks.checks
 
     @property
     def active(self) -> bool:
@@ -395,8 +289,8 @@ class SwapHandle:
         self.checks.flush_before_data()
         self.progress()
         inputs = AttentionInputs(q, k, v, spec)
-        collector = self.collector
-        by_kernel = collector is not None and collector.by_kernel(self.kernel, self.exchange)
+        collector, ranks = self.collector, self.ranks
+        by_kernel = collector is not None and collector.by_kernel(ranks.kernel, ranks.exchange)
         plan = self._plan(*inputs, state, max_logits=by_kernel)
         largest: torch.Tensor | None = None
         if by_kernel:
@@ -448,14 +342,15 @@ class SwapHandle:
             return state.plans[call][1]
 
         request = make_request(q, v, state.layout, spec, max_logits=max_logits)
-        arguments = (q, k, v, self.mesh, state.layout, spec, self.kernel)
+        ranks = self.ranks
+        arguments = (q, k, v, ranks.mesh, state.layout, spec, ranks.kernel)
         varied = self._is_varied(state.layout.padded_len)
-        make = partial(make_plan, *arguments, exchange=self.exchange, varied=varied)
+        make = partial(make_plan, *arguments, exchange=ranks.exchange, varied=varied)
         with_scores = partial(make_plan_with_scores, make)
         plan = with_scores if max_logits else partial(make, request=request)
-        known = (request, spec.kind) in self.agreed
+        known = (request, spec.kind) in ranks.agreed
         made = plan() if known else self._agree_on_plan(plan, request, spec)
-        self.requests[request] = tiles_of(state.layout, varied=varied)
+        ranks.requests[request] = tiles_of(state.layout, varied=varied)
         state.plans[call] = (
             spec,
             made,
@@ -478,9 +373,10 @@ class SwapHandle:
             facts=lambda _: {"attention": spec.kind},
             remedy="All ranks that share a sample make the same attention calls, with the same settings.",
         )
-        if len(self.agreed) == _KINDS:  # on all ranks at once, as they agreed on the same
-            self.agreed.clear()
-        self.agreed.add((request, spec.kind))
+        agreed = self.ranks.agreed
+        if len(agreed) == _KINDS:  # on all ranks at once, as they agreed on the same
+            agreed.clear()
+        agreed.add((request, spec.kind))
         return made
 
     def _plan_of_pass(self, inputs: AttentionInputs, state: StepState) -> AttentionPlan:
@@ -488,7 +384,7 @@ class SwapHandle:
         q, k, v, spec = inputs
         call = ("of a pass", *_plan_key(spec, q, k, v))
         if call not in state.plans:
-            make = partial(make_scores_plan, inputs, self.mesh, state.layout, self.exchange)
+            make = partial(make_scores_plan, inputs, self.mesh, state.layout, self.ranks.exchange)
             state.plans[call] = spec, self.checks.run("a pass for the largest scores", make)
         return state.plans[call][1]
 

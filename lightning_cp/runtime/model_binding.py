@@ -317,7 +317,7 @@ class ModelBinding:
         handle = swap_attention(model, mesh, settings.kernel, self._listed, exchange=exchange)
         handle.progress = self._progress
         handle.listeners = self._listeners
-        self.handle, self._requests = handle, handle.requests
+        self.handle, self._requests = handle, handle.ranks.requests
         self._collect(model, handle)
         if mesh.cp_size > 1:
             self.draws = TokenDraws(model, handle.in_local_module)

@@ -12,9 +12,8 @@ from lightning_cp.batch.sharder import batch_position_info
 from lightning_cp.batch.step_state import PositionInfo, StepState
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import Mask, SequenceLayout
-from lightning_cp.layout.exchange import Exchange
 from lightning_cp.mesh import ContextParallelMesh, SingleRankMesh
-from lightning_cp.models.handle import RankChecks, SwapHandle
+from lightning_cp.models.handle import RankContext, SwapHandle
 from lightning_cp.randomness.token_draws import StepTokens
 from lightning_cp.runtime.runtime import ContextParallelRuntime
 
@@ -105,20 +104,14 @@ def _unread_documents(
 @contextmanager
 def _attend_locally(handle: SwapHandle, state: StepState) -> Generator[None]:
     """Intercept attention of a whole batch on this rank alone."""
-    before = {name: getattr(handle, name) for name in _RANK_ATTRIBUTES}
-    mesh = SingleRankMesh(handle.mesh.device_type)
-    alone: tuple[object, ...] = (mesh, PLAINEST, Exchange(), RankChecks(mesh), {}, set[Any]())
-    vars(handle).update(zip(_RANK_ATTRIBUTES, alone, strict=True))
+    before = handle.ranks
+    handle.ranks = RankContext(SingleRankMesh(before.mesh.device_type), PLAINEST)
     try:
         handle.activate(state)
         yield
     finally:
         handle.deactivate()
-        vars(handle).update(before)
-
-
-_RANK_ATTRIBUTES = ("mesh", "kernel", "exchange", "checks", "requests", "agreed")
-"""Attributes of a handle that depend on its ranks."""
+        handle.ranks = before
 
 
 @contextmanager

@@ -271,38 +271,17 @@ class ContextParallelRuntime:
     def end_step(self) -> None:
         """End the step: the model is the plain model again."""
         self._first_compile.end()
-        if "binding" in vars(self):  # a model was bound, maybe
-            self._end_step_of(self.binding)
+        binding: ModelBinding | None = vars(self).get("binding")
+        if binding is not None:  # a model was bound, maybe
+            for line in [] if self.records.is_probe else binding.patches.pop_reports():
+                rank_zero_info(line)
+            binding.patches.end()
+            if binding.draws is not None:
+                binding.draws.end()
+            if binding.handle is not None:
+                binding.handle.deactivate()
         if "step" in vars(self):
             self.step.end()
-
-    def _end_step_of(self, binding: ModelBinding) -> None:
-        for line in [] if self.records.is_probe else binding.patches.pop_reports():
-            rank_zero_info(line)
-        binding.patches.end()
-        if binding.draws is not None:
-            binding.draws.end()
-        if binding.handle is not None:
-            binding.handle.deactivate()
-
-    def close_step(self) -> None:
-        """Check the step, if one is current, and end it.
-
-        Raises:
-            ConfigError: the models were called in the step, and no attention call was intercepted.
-        """
-        try:
-            if self.in_step:
-                self.check_step()
-        finally:
-            self.end_step()
-
-    def leave_step(self) -> None:
-        """End the step; suspend an unused step until a call with its batch."""
-        if self.step.is_unused and self.binding.handle is not None:
-            self.binding.handle.suspend()
-        else:
-            self.end_step()
 
     @contextmanager
     def between_steps(self) -> Generator[None]:

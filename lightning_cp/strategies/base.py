@@ -567,8 +567,6 @@ class ContextParallelStrategy:
         self, number: int, optimizer: Optimizer, model: nn.Module, precision: object
     ) -> None:
         """Check that complete gradients are finite on all ranks, before the step. Collective."""
-        if self._vote.has_tested(optimizer):
-            return
         mesh = self.runtime.meshes.mesh
         sample = (mesh.data_rank, mesh.sample_size)
         step = OptimizerStep(number, optimizer, model, self.runtime.step.batch, sample)

@@ -304,7 +304,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         Raises:
             ConfigError: the models were called in the step, and no attention call was intercepted.
         """
-        self.runtime.close_step()
+        self._loops.end_step()
 
     @override
     def backward(
@@ -413,11 +413,13 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         self.engine.clip_value(self.precision.main_params(optimizer), clip_val)
 
     def _finalize_gradients(self, optimizer: Optimizer) -> None:
-        """Complete the gradients of a window: averaged, weighted and checked.
+        """Complete the gradients of a window, once: averaged, weighted and checked.
 
         Raises:
             ConfigError: they are not averaged.
         """
+        if self._vote.has_tested(optimizer):
+            return
         try:
             self.engine.finish_backward()
             self._check_reduced(optimizer)

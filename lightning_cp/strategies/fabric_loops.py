@@ -50,9 +50,21 @@ class Loops:
         if not self._has_step(loop) or self._loop_ahead is loop:
             return
         if runtime.step.is_unused:
-            runtime.leave_step()
+            self._leave_step()
         elif not runtime.step.is_pending:
-            runtime.close_step()
+            self.end_step()
+
+    def end_step(self) -> None:
+        """Check the step, if one is current, and end it.
+
+        Raises:
+            ConfigError: the models were called in the step, and no attention call was intercepted.
+        """
+        try:
+            if self._runtime.in_step:
+                self._runtime.check_step()
+        finally:
+            self._runtime.end_step()
 
     def leave(self, loop: object) -> None:
         """End the step of a loop that was left, perhaps by an error in it.
@@ -61,7 +73,14 @@ class Loops:
         time.
         """
         if not sys.is_finalizing() and self._has_step(loop):
-            self._runtime.leave_step()
+            self._leave_step()
+
+    def _leave_step(self) -> None:
+        """End the step; suspend an unused step until a call with its batch."""
+        if self._runtime.step.is_unused and self._runtime.binding.handle is not None:
+            self._runtime.binding.handle.suspend()
+        else:
+            self._runtime.end_step()
 
     def _has_step(self, loop: object) -> bool:
         """True if the current step is this loop's."""

@@ -258,7 +258,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         runtime, module = self.runtime, self._module
         is_shared, is_automatic = runtime.enabled, module.automatic_optimization
         self._rewrap_if_requires_grad_changed()
-        runtime.begin_step()  # ends in on_train_batch_end: backward may recompute
+        runtime.begin_step()
         shown: list[torch.Tensor] = []
         with self._log.during_step():
             counted = module.trainer.global_step if is_automatic else None
@@ -278,13 +278,17 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         runtime.check_step()
         return output
 
+    def end_training_step(self) -> None:
+        """End the step after its backward, which may recompute; called before all on_train_batch_end."""
+        self._position.enter(Phase.BETWEEN_STEPS)
+        self.runtime.end_step()
+
     def _patch_precision_plugin(self) -> None:
         """Act before the hooks of a batch, between hooks and autograd, and before gradients are clipped."""
         patches, plugin = self._patches, self.precision_plugin
         patches.undo()
         for name, instead in (
             ("convert_input", self._convert_input),
-            ("pre_backward", self._scale_before_hooks),
             ("backward", self._backward),
             ("clip_gradients", self._clip_gradients),
         ):
@@ -301,23 +305,26 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         return own(batch)
 
     @override
-    def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        self._position.enter(Phase.BACKWARD)
-        super().pre_backward(closure_loss)
-        self._note_loss(closure_loss, self.optimizers)
-
-    def _scale_before_hooks(self, own: Any, loss: torch.Tensor, *args: Any) -> torch.Tensor:
-        """Weight a loss by this rank's share of the targets, before hooks, which cannot replace it.
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Weight a loss by this rank's share of the targets, before hooks, and call backward.
 
         Raises:
-            ConfigError: backward would run through attention on some ranks only, or the targets of the loss
-                are unknown.
+            ConfigError: backward would run through attention on some ranks only, the targets of the loss are
+                unknown, or trained parameters have no gradient.
+            NonFiniteError: the loss of a rank without targets is not finite, also scaled by 0.
+            RankFailure: that happened on another rank.
         """
-        automatic = self._module.automatic_optimization
-        scaled = self.runtime.step.scale_loss(loss, self.optimizers, automatic=automatic)
+        step, automatic = self.runtime.step, self._module.automatic_optimization
+        self._position.enter(Phase.BACKWARD)
+        self._note_loss(closure_loss, self.optimizers)
+        scaled = step.scale_loss(closure_loss, self.optimizers, automatic=automatic)
         if self.parity.is_on:
-            self.parity.after_loss(loss)
-        return own(scaled, *args)
+            self.parity.after_loss(closure_loss)
+        shown = super().backward(scaled, *args, **kwargs)
+        assert self.model is not None
+        self.engine.finish_backward()
+        step.after_backward(self.model.parameters())
+        return shown
 
     def _backward(self, own: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Prepare the engine between the hooks of backward and autograd, where Lightning has no hook."""
@@ -338,39 +345,26 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         return True
 
     @override
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Check the gradients of backward.
-
-        Raises:
-            ConfigError: trained parameters have no gradient.
-            NonFiniteError: the loss of a rank without targets is not finite, also scaled by 0.
-            RankFailure: that happened on another rank.
-        """
-        assert self.model is not None
-        self.engine.finish_backward()
-        self.runtime.step.after_backward(self.model.parameters())
-        super().post_backward(closure_loss)
-
-    @override
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """A block whose gradients stay on their ranks until a later backward."""
         assert self.model is not None
         return self.engine.accumulating(self.model)
 
     def _clip_gradients(self, own: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Complete gradients before they are clipped, also by hand."""
+        """Complete gradients before they are clipped by hand; before Lightning clips, they are."""
         is_wrapped = isinstance(optimizer, LightningOptimizer)
         self._finalize_gradients(optimizer.optimizer if is_wrapped else optimizer)
         own(optimizer, *args, **kwargs)
 
     def _finalize_gradients(self, optimizer: Optimizer) -> None:
-        """Complete the gradients of a window, and check that they are finite on all ranks."""
+        """Complete the gradients of a window, and check them; once, before hooks and clipping read them."""
+        if self._vote.has_tested(optimizer):
+            return
         module = self._module
         # Lightning divides each loss by the same number, also in a shorter window at an epoch's end.
         divided = module.trainer.accumulate_grad_batches if module.automatic_optimization else None
         self.runtime.end_window(optimizer, divided)
-        number = module.trainer.global_step + 1
-        self._check_finite(number, optimizer, module, self.precision_plugin)
+        self._check_finite(module.trainer.global_step + 1, optimizer, module, self.precision_plugin)
 
     @override
     def optimizer_step(
@@ -387,7 +381,6 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
         """
         in_optimizer = ExitStack()  # an optimizer draws for parameters, not for tokens
 
-        # Hooks and clipping, which read gradients, come after it.
         def closure_then_finalize() -> Any:
             in_optimizer.close()
             goes_backward = self._module.automatic_optimization and self.runtime.enabled

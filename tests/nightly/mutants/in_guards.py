@@ -283,7 +283,7 @@ GUARD_MUTANTS = (
     Mutant(
         "a loop that ends leaves its step open",
         "lightning_cp/strategies/fabric_loops.py",
-        "            runtime.close_step()\n",
+        "            self.end_step()\n",
         "            pass\n",
         (f"{ENDS}models_are_plain_after_a_loop[ring]",),
         "A model that no run knows attends over the ranks.",

@@ -16,7 +16,6 @@ ROUTER = "lightning_cp/models/hf/router_loss.py"
 GATHER = "lightning_cp/comm/all_gather.py"
 REVIEW = "lightning_cp/loss/review.py"
 MIXIN = "lightning_cp/mixin.py"
-HANDLE = "lightning_cp/models/handle.py"
 STEP = "lightning_cp/runtime/step_context.py"
 
 UNIT = "tests/unit/loss/test_sequence.py::test_"
@@ -113,7 +112,7 @@ LOSS_MUTANTS = (
     ),
     Mutant(
         "arguments of a rank alone",
-        HANDLE,
+        "lightning_cp/models/rank_checks.py",
         "check_equal(facts or {}, group, what=what, error=error, remedy=remedy)",
         "check_equal({}, group, what=what, error=error, remedy=remedy)",
         (f"{LOOPS}arguments_that_differ_between_ranks",),

@@ -363,11 +363,35 @@ def passes_of_steps(rank: int, world_size: int, settings: Settings) -> list[int]
     return found
 
 
+def passes_of_a_loop(rank: int, world_size: int, settings: Settings) -> list[int]:
+    """The same of a loop that clips and steps."""
+    strategy = FabricStrategy(labels="aligned", **settings)
+    plugins: Any = [PoolEnvironment()]
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy, plugins=plugins)
+    fabric.launch()
+    plain = PlainLlama(VOCAB, num_heads=4, num_kv_heads=2, layers=1)
+    setup: Any = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.01))
+    model, optimizer = setup
+    found: list[int] = []
+    for batch in fabric.setup_dataloaders(loader(4), use_distributed_sampler=False):  # type: ignore[union-attr]
+        local = strategy.shard_batch(batch)
+        logits = model(local["input_ids"], local["position_ids"])
+        loss = F.cross_entropy(logits.flatten(0, 1), local["labels"].flatten())
+        fabric.backward(loss)
+        with Passes() as passes:
+            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            optimizer.step()
+        found.append(passes.count)
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("steps", [passes_of_steps, passes_of_a_loop])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_a_clipped_step_reads_its_gradients_twice(engine: str) -> None:
+def test_a_clipped_step_reads_its_gradients_twice(engine: str, steps: Any) -> None:
     """For the vote, and to clip; once for all parameters."""
     settings: Settings = {**RING, "data_parallel": engine}
-    assert run_ranks(2, passes_of_steps, settings) == [[2, 2], [2, 2]]
+    assert run_ranks(2, steps, settings) == [[2, 2], [2, 2]]
 
 
 @pytest.mark.parametrize("value", ["yes", 1, None])

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_cp.errors import BatchMismatchError, ConfigError, RankFailure
 from lightning_cp.mesh import ContextParallelMesh
-from lightning_cp.models.handle import RankChecks
+from lightning_cp.models.rank_checks import RankChecks
 from tests.helpers.attention.wire import Wire
 from tests.helpers.pool import RankError, expect_on_every_rank, run_ranks
 

@@ -283,7 +283,7 @@ def annealed(rank: int, world_size: int) -> int:
         ) as agree,
     ):
         stepped(rank, world_size, new_cap, new_cap)
-        return max(len(call.args[0].agreed) for call in agree.call_args_list)
+        return max(len(call.args[0].ranks.agreed) for call in agree.call_args_list)
 
 
 def test_settings_that_change_with_every_call_are_not_kept_for_ever() -> None:

@@ -69,7 +69,7 @@ def test_a_run_with_rows_of_many_lengths_is_told_apart() -> None:
             for length in range(16, 16 + 4 * 9, 4):
                 swapped._plan(x, keys, keys, spec, state_of(length))
     assert [call.kwargs["varied"] for call in made.call_args_list] == [False] * 8 + [True] * 10
-    assert all(tiles.varied for tiles in swapped.requests.values())
+    assert all(tiles.varied for tiles in swapped.ranks.requests.values())
 
 
 def vars_of(spec: AttentionSpec) -> dict[str, Any]:
