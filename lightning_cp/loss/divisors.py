@@ -46,7 +46,7 @@ class Divisor:
 
 Path = tuple[Divisor, ...]
 """Divisors between a loss and a term."""
-Kind = tuple[frozenset[int], frozenset[int]]
+Kind = tuple[frozenset[int], int]
 
 
 def _is_number(divisor: Divisor) -> bool:
@@ -62,7 +62,7 @@ class Divisors:
     """Tokens of this rank, and of a row of it."""
     own: list[Path] = field(default_factory=list[Path])
     """Of each sum over a rank's own tokens, if the step declares what they count."""
-    shared: list[Path] = field(default_factory=list[Path])
+    shared: list[Divisor] = field(default_factory=list[Divisor])
     """Of values of whole sequences, and of parameters."""
     alike: torch.Tensor | bool = False
     """All ranks that share a sample have as many targets."""
@@ -70,21 +70,18 @@ class Divisors:
     @property
     def kind(self) -> Kind:
         """Numbers of divisors of own and of shared terms: equal for losses that are written alike."""
-        return frozenset(map(len, self.own)), frozenset(map(len, self.shared))
+        return frozenset(map(len, self.own)), len(self.shared)
 
     @property
     def inner_kind(self) -> Kind:
         """The same without last divisions by numbers, as for accumulation, which a check does not see."""
-        own, shared = (
-            frozenset(len(list(dropwhile(_is_number, path))) for path in paths)
-            for paths in (self.own, self.shared)
-        )
-        return own, shared
+        own = (list(dropwhile(_is_number, path)) for path in self.own)
+        return frozenset(map(len, own)), sum(not _is_number(x) for x in self.shared)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Values on a device: each divisor once, and ``alike``."""
-        every = dict.fromkeys(chain.from_iterable((*self.own, *self.shared)))
+        every = dict.fromkeys(chain(*self.own, self.shared))
         values = [x.value for x in every] + [self.alike]
         return [x for x in values if isinstance(x, torch.Tensor)]
 
@@ -108,7 +105,7 @@ class Divisors:
         if alike and not all(_has_product(path, bounds, targets) for path in self.own):
             return OWN_DIVISOR.format(targets)
         counts = {self.tokens, self.local_len, *([targets] if alike else [])} - {0, 1}
-        for divisor in chain.from_iterable(self.shared):
+        for divisor in self.shared:
             if is_one_of(divisor, counts):
                 return SHARED_DIVISOR.format(bounds(divisor.value)[0])
         return None
@@ -168,26 +165,31 @@ def divisors_of(
     found = Divisors(rows * local_len, local_len)
     divisors: dict[Any, Divisor | None] = {}
 
-    def behind(node: Any, path: Path) -> Path:
-        """The divisors up to the sources of a node; one object for each, however many paths it is on."""
+    def divisor_at(node: Any) -> Divisor | None:
+        """Return one object for a node, however many paths it is on."""
         if node not in divisors:
             divisors[node] = _divisor_at(node, rows)
-        divisor = divisors[node]
-        return path if divisor is None else (*path, divisor)
+        return divisors[node]
 
     sums = TokenSums() if sums is None else sums
     end = producing_edge(loss.grad_fn, loss.output_nr)[0]
-    found.own += _own_paths(end, sums, found.tokens, behind)
+    found.own += _own_paths(end, sums, found.tokens, divisor_at)
     starts = [end, *(node for node, _ in sums.whole_inputs)]
-    found.shared += _shared_paths(starts, means.between.difference(sums.nodes), behind)
+    found.shared += _shared_divisors(starts, means.between.difference(sums.nodes), divisor_at)
     return found
 
 
 def _own_paths(
-    end: Any, sums: TokenSums, tokens: int, behind: Callable[[Any, Path], Path]
+    end: Any, sums: TokenSums, tokens: int, divisor_at: Callable[[Any], Divisor | None]
 ) -> dict[Path, None]:
-    """Return the divisors of each sum over tokens: between the loss and it, and below it up to a function."""
+    """Return the divisors of each sum over tokens: between the loss and it, and below it up to a function.
+
+    Of a loss with more paths than can be looked at, one without divisors, which is in doubt.
+    """
     means = dict(zip(sums.nodes, sums.sizes, strict=True))
+    nodes = _nodes_towards(
+        means.__contains__, [end], lambda x: sources_of(x) if x in sums.visited else []
+    )
     sizes: dict[Any, Path] = {}
     found: dict[Path, None] = {}
     ahead: list[tuple[Any, Path, bool]] = [(end, (), False)]
@@ -196,18 +198,28 @@ def _own_paths(
         node, path, is_below = ahead.pop()
         if (node, path, is_below) in seen:
             continue
+        if len(seen) == _MOST_PATHS:
+            return {(): None}
         seen.add((node, path, is_below))
         sources = sources_of(node)
         if not is_below and node in means:
             if node not in sizes:
                 sizes[node] = _sizes_at(node, means[node], tokens)
-            below = [x for x in sources if not is_shared(x)]
-            ahead += [(x, (*path, *sizes[node]), True) for x in below]
+            path = (*path, *sizes[node])
+            below = [(x, path, True) for x in sources if not is_shared(x)]
+            ahead += below
+            if not below:  # values of whole sequences, for each token
+                found[path] = None
         elif is_below and (len(sources) != 1 or operator_of(node) not in SCALING):
             found[path] = None
-        elif is_below or node in sums.visited:
-            ahead += [(x, behind(node, path), is_below) for x in sources]
+        elif is_below or node in nodes:
+            divisor = divisor_at(node)
+            path = path if divisor is None else (*path, divisor)
+            ahead += [(x, path, is_below) for x in sources]
     return found
+
+
+_MOST_PATHS = 10_000
 
 
 def _sizes_at(node: Any, size: Count, tokens: int) -> Path:
@@ -224,36 +236,49 @@ def _shape_of_source(node: Any) -> tuple[int, ...]:
     return () if source is None else tuple(source._input_metadata[number].shape)
 
 
-def _shared_paths(
-    starts: Iterable[Any], between: Collection[Any], behind: Callable[[Any, Path], Path]
-) -> dict[Path, None]:
+def _shared_divisors(
+    starts: Iterable[Any], between: Collection[Any], divisor_at: Callable[[Any], Divisor | None]
+) -> list[Divisor]:
     """Return the divisors of values of whole sequences and of parameters.
 
-    A product with a rank's own tokens ends a path, and its factor of whole sequences begins one. A mean over
-    such values has as many of them in one process.
+    Divisors of a product with a rank's own tokens are not those of its other factor.
     """
-    found: dict[Path, None] = {}
-    ahead: list[tuple[Any, Path]] = [(start, ()) for start in starts]
-    seen: set[tuple[Any, Path]] = set()
+
+    def sources(node: Any) -> list[Any]:
+        every = sources_of(node) if node in between else []
+        is_product = operator_of(node) in ("Mul", "Div")
+        return ([x for x in every if not is_shared(x)] if is_product else []) or every
+
+    def is_end(node: Any) -> bool:
+        return node in between and (is_whole(node) or hasattr(node, "variable"))
+
+    nodes = _nodes_towards(is_end, starts, sources)
+    found = [divisor_at(x) for x in nodes if not (is_end(x) or _is_of_coefficient(x))]
+    return [x for x in found if x is not None]
+
+
+def _nodes_towards(
+    is_end: Callable[[Any], bool], starts: Iterable[Any], sources: Callable[[Any], list[Any]]
+) -> dict[Any, None]:
+    """Return the nodes between starts and ends, with the ends."""
+    found: dict[Any, None] = {}
+    ahead = [(start, False) for start in starts]
+    seen: set[Any] = set()
     while ahead:
-        node, path = ahead.pop()
-        if node not in between or (node, path) in seen:
-            continue
-        seen.add((node, path))
-        if is_whole(node) or hasattr(node, "variable"):
-            found[path] = None
-            continue
-        sources = sources_of(node)
-        if not (operator_of(node) in ("Mean", "Sum") or _has_coefficient(node)):
-            path = behind(node, path)
-        own = [] if len(sources) < 2 else [x for x in sources if not is_shared(x)]
-        is_product = bool(own) and operator_of(node) in ("Mul", "Div")
-        ahead += [(x, () if is_product and x not in own else path) for x in sources]
+        node, is_done = ahead.pop()
+        if is_done or is_end(node):
+            if is_end(node) or any(x in found for x in sources(node)):
+                found[node] = None
+        elif node not in seen:
+            seen.add(node)
+            ahead += [(node, True), *((x, False) for x in sources(node))]
     return found
 
 
-def _has_coefficient(node: Any) -> bool:
-    """True for a factor such as 0.1, which is no inverse of a number of tokens."""
+def _is_of_coefficient(node: Any) -> bool:
+    """True for a product with 0.1, for example, which is no inverse of a number of tokens; and for a mean."""
+    if operator_of(node) in ("Mean", "Sum"):
+        return True
     factors = constants_of(node) if operator_of(node) == "Mul" else []
     return any(isinstance(x, float) and abs(x) > _LEAST_INVERSE for x in factors)
 
@@ -269,7 +294,8 @@ def _divisor_at(node: Any, most: int) -> Divisor | None:
     if operator == "Mean":
         return Divisor(mean_size(node))
     if operator == "Sum":  # of the numbers of each token: a count times these may be the divisor
-        return Divisor(prod(node._input_metadata[0].shape) / prod(_shape_of_source(node)))
+        size = prod(_shape_of_source(node))
+        return Divisor(prod(node._input_metadata[0].shape) / size) if size else None
     constants = constants_of(node) if operator in ("Mul", "Div") else []
     constants = [x for x in constants if not (isinstance(x, torch.Tensor) and is_trained(x))]
     if len(constants) != 1:

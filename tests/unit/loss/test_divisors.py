@@ -34,7 +34,18 @@ def doubt(of: Loss, *, alike: bool = True) -> str | None:
     return counts.doubt(None) if counts.has_doubts() else None
 
 
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """A function with 2**30 paths to ``x``."""
+    for _ in range(30):
+        x = 0.9 * x + x.square() * 0.7
+    return x
+
+
 RIGHT: dict[str, Loss] = {
+    "whole in many ways": lambda x, z, p: x.sum() / 300 + doubled(z.sum()),
+    "no token": lambda x, z, p: (
+        x.sum() / 300 + (x[:, :0, None] * torch.ones(5)).sum(-1).sum() / 300
+    ),
     "number": lambda x, z, p: x.sum() / 300,
     "tensor": lambda x, z, p: x.sum() / torch.tensor(300),
     "each": lambda x, z, p: (x * torch.ones(2, 200) / 300).sum(),
@@ -71,6 +82,9 @@ WRONG: dict[str, Loss] = {
         x.sum() / 300 + (z / torch.tensor([200, 200])).sum()
     ),
     "whole times an inverse": lambda x, z, p: x.sum() / 300 + z.sum() * (1 / 400),
+    "rows in tokens": lambda x, z, p: x.sum() / 300 + (z[:, None] * torch.ones(2, 200)).mean() / 7,
+    "too many paths": lambda x, z, p: doubled(x.sum() / 300),
+    "whole in many ways": lambda x, z, p: x.sum() / 300 + doubled(z.sum() / 400),
     "parameters": lambda x, z, p: x.sum() / 300 + p.square().sum() / 300,
     "rows within tokens": lambda x, z, p: ((z / 200)[:, None] * torch.ones(2, 200)).sum() / 300,
 }
