@@ -25,12 +25,14 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Protocol
+
+from lightning_cp.utils.signals import signal_handler
 
 FULL = "LIGHTNING_CP_FULL_ERROR"
 """``1``: every rank shows its error with all frames."""
@@ -177,7 +179,8 @@ def show(error: BaseException, act: Callable[[], None] | None = None) -> None:
         act: function that shows it; by default to stderr.
     """
     act = act or (lambda: write(text_of(error)))
-    with _without_sigterm():
+    # A launcher ends the others after a failure, but the error comes first.
+    with signal_handler(signal.SIG_IGN, signal.SIGTERM):
         election = ErrorElection.here() if is_ours(error) else None
         if election is not None and not is_full():
             election.show(error, act)
@@ -411,19 +414,6 @@ def _name(place: ProcessPlace) -> str:
     names = ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
     attempt = [os.environ.get(name) for name in names]
     return hashlib.sha256(repr((os.getuid(), root, began, attempt)).encode()).hexdigest()[:16]
-
-
-@contextmanager
-def _without_sigterm() -> Iterator[None]:
-    """Ignore SIGTERM in the block: a launcher ends the others after a failure, but the error comes first."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: of a library in C
 
 
 # -- Hydra ---------------------------------------------------------------------------------------------

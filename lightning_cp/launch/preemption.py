@@ -18,7 +18,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -36,6 +35,7 @@ from lightning_cp.checkpoint.atomic import display_path
 from lightning_cp.checkpoint.store import is_store
 from lightning_cp.consistency.finite import StepVote
 from lightning_cp.utils.patching import PatchSet
+from lightning_cp.utils.signals import may_handle_signals, restore_handler
 from lightning_cp.utils.subprocess import take_processes
 from lightning_cp.watchdog.watch import SigtermHandler
 
@@ -75,7 +75,7 @@ def record_sigterm(owner: object) -> ReceivedSignals:
         if callable(own):
             own(number, frame)
 
-    if threading.current_thread() is threading.main_thread():  # only the main thread may
+    if may_handle_signals():
         signal.signal(signal.SIGTERM, note)
         weakref.finalize(owner, _restore_handler, note, own).atexit = False
     return sent
@@ -83,9 +83,8 @@ def record_sigterm(owner: object) -> ReceivedSignals:
 
 def _restore_handler(note: Any, own: Any) -> None:
     """Restore the previous handler, unless another one was set since."""
-    in_main = threading.current_thread() is threading.main_thread()
-    if in_main and signal.getsignal(signal.SIGTERM) is note:
-        signal.signal(signal.SIGTERM, own or signal.SIG_DFL)  # None: installed by a C library
+    if may_handle_signals() and signal.getsignal(signal.SIGTERM) is note:
+        restore_handler(signal.SIGTERM, own)
 
 
 def replace_signal_handlers(trainer: Trainer, vote: StepVote, patches: PatchSet) -> None:

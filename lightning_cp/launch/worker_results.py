@@ -7,7 +7,6 @@ import os
 import pickle
 import signal
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -42,6 +41,7 @@ from lightning_cp.launch.preemption import STATUS
 from lightning_cp.loaders.rng import random_state, restore
 from lightning_cp.utils.dtensor import is_on_meta
 from lightning_cp.utils.patching import PatchSet
+from lightning_cp.utils.signals import signal_handler
 from lightning_cp.watchdog.attribution import FOLDER
 
 State = dict[str, Any]
@@ -220,14 +220,8 @@ def _forward_sigterm(passed: list[int]) -> Iterator[None]:
         for worker in set(multiprocessing.active_children()) - before:
             worker.terminate()
 
-    if threading.current_thread() is not threading.main_thread():
+    with signal_handler(forward_signal, signal.SIGTERM):
         yield
-        return
-    own = signal.signal(signal.SIGTERM, forward_signal)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, own or signal.SIG_DFL)  # None: installed by a C library
 
 
 class ReportingTrainerLauncher(_ReportingLauncher, TrainerLauncher):

@@ -52,6 +52,7 @@ from lightning_cp.utils.patching import (
     PatchSet,
     ReplacedFunction,
     StepPatches,
+    do_nothing,
     without_garbage_collection,
 )
 
@@ -164,7 +165,7 @@ class SwapHandle:
         """Lengths of rows so far, at most one more than ``MANY_LENGTHS``."""
         self.listeners: Sequence[Listener] = ()
         """Callbacks of every attention call."""
-        self.progress: Callable[[], None] = _noop
+        self.progress: Callable[[], None] = do_nothing
         """Callback of every attention call, before any communication for it."""
         self.report = SwapReport()
         self.intercepts_outside = True
@@ -459,10 +460,6 @@ _FOREIGN_CALL = (
     "if its rows are whole. If they are computed from that batch, keep the loop's iterator until the step is "
     "over: batches = iter(loader), then batch = next(batches)."
 )
-
-
-def _noop() -> None:
-    """Do nothing: the default callback."""
 
 
 _KINDS = 1024

@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 from lightning_cp.error_display import RANKS_HERE
 from lightning_cp.errors import ConfigError
+from lightning_cp.utils.signals import signal_handler
 
 STALE = (
     "LOCAL_RANK",
@@ -140,19 +140,13 @@ def _signals_raise() -> Iterator[None]:
 
     A job in a separate session receives no signal when the terminal closes; this process does.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals are the main thread's
-        return
     numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.signal(number, _stop) for number in numbers}
     stopped = None
-    try:
-        yield
-    except _Stop as stop:
-        stopped = stop.number
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: of a library in C
+    with signal_handler(_stop, *numbers):
+        try:
+            yield
+        except _Stop as stop:
+            stopped = stop.number
     if stopped is not None:
         signal.raise_signal(stopped)
         raise SystemExit(128 + stopped)  # the program's own handler did not end it

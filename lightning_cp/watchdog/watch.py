@@ -23,6 +23,7 @@ from lightning_cp import error_display
 from lightning_cp.comm.consensus import World, error_summary
 from lightning_cp.config import STEP_SECONDS, StrategyConfig, resolve_cp_size
 from lightning_cp.errors import ConfigError
+from lightning_cp.utils.signals import may_handle_signals
 from lightning_cp.utils.subprocess import take_processes
 from lightning_cp.watchdog import attribution as ending
 from lightning_cp.watchdog import phase as signs
@@ -273,14 +274,12 @@ class SigtermHandler:
 
     def begin(self) -> None:
         """Install the handler, unless the program has one."""
-        in_main = threading.current_thread() is threading.main_thread()  # only the main thread may
-        if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        if may_handle_signals() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self)
 
     def end(self) -> None:
         """Restore the default handler, unless another one was set since."""
-        in_main = threading.current_thread() is threading.main_thread()
-        if in_main and signal.getsignal(signal.SIGTERM) is self:
+        if may_handle_signals() and signal.getsignal(signal.SIGTERM) is self:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def __call__(self, number: int, frame: Any) -> None:
