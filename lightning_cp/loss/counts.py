@@ -414,9 +414,9 @@ def _by_shared_values(
     sums = TokenSums() if sums is None else sums
     own = (*means.products, *sums.nodes)
     nodes = (*means.gathered, *means.scaled)
-    found = derivatives([loss], nodes, means.between, constants=own)
+    found = derivatives(loss, nodes, means.between, constants=own)
     factors = shared_factors(means.products) + sums.whole_inputs
-    return found + (derivatives(factors, nodes, means.between) if factors else [])
+    return found + (derivatives(loss, nodes, means.between, values=factors) if factors else [])
 
 
 def gather_by_sample(

@@ -48,26 +48,27 @@ _FUNCTIONS_OF_SETS = {
 
 
 def derivatives(
-    values: Sequence[torch.Tensor | Edge],
+    loss: torch.Tensor,
     nodes: Sequence[Any],
     between: Collection[Any],
     constants: Collection[Any] = (),
+    values: Sequence[Edge] | None = None,
 ) -> list[Sequence[torch.Tensor | None]]:
-    """Return the derivatives of a sum of values by the outputs of nodes; none for a node without influence.
+    """Return the derivatives of a loss by the outputs of nodes; none for a node without influence.
 
     Args:
-        values: a loss before its backward, or values that it is computed from.
+        loss: before its backward.
         nodes: behind them nothing is called; outputs of others are held constant.
-        between: nodes between the values and these, among others.
+        between: nodes between the loss and these, among others.
         constants: nodes whose outputs are held constant, too.
+        values: the derivatives are those of their sum, and not of the loss, which is computed from them.
     """
     found: dict[Any, list[torch.Tensor | None]] = {}
-    ends = [_edge_of(x) for x in values]
+    ends = [producing_edge(loss.grad_fn, loss.output_nr)] if values is None else values
     for end, number in ends:
         like = end._input_metadata[number]
-        _add(found, end, number, torch.ones(like.shape, dtype=like.dtype, device=like.device))
-    device = ends[0][0]._input_metadata[0].device.type
-    with torch.no_grad(), torch.autocast(device, enabled=False):
+        _add(found, end, number, loss.detach().new_ones(like.shape, dtype=like.dtype))
+    with torch.no_grad(), torch.autocast(loss.device.type, enabled=False):
         path = _path([end for end, _ in ends], nodes, frozenset(between).difference(constants))
         for node in path:
             if node in nodes or node not in found:
@@ -83,10 +84,6 @@ def shared_factors(products: Iterable[Any]) -> list[Edge]:
     """Return the factors of products that are values of whole sequences."""
     edges = [producing_edge(*edge) for node in products for edge in node.next_functions]
     return [edge for edge in edges if is_of_sequence(edge[:1]) and is_shared(edge[0])]
-
-
-def _edge_of(x: torch.Tensor | Edge) -> Edge:
-    return producing_edge(*((x.grad_fn, x.output_nr) if isinstance(x, torch.Tensor) else x))
 
 
 def _call(node: Any, by_outputs: list[torch.Tensor | None]) -> list[tuple[Any, torch.Tensor]]:
@@ -178,7 +175,7 @@ class TokenSums:
 
         A loss that is the mean over these targets has the same weights on all ranks, whatever they count.
         """
-        found = zip(self.sizes, derivatives([loss], self.nodes, self.visited), strict=True)
+        found = zip(self.sizes, derivatives(loss, self.nodes, self.visited), strict=True)
         return [
             x.double() * targets / size
             for size, of_outputs in found

@@ -74,7 +74,7 @@ LOSSES: dict[str, Loss] = {
 
 def by_whole_values(loss: torch.Tensor) -> list[torch.Tensor]:
     terms = loss_terms(loss)
-    found = derivatives([loss], terms.gathered, terms.between)
+    found = derivatives(loss, terms.gathered, terms.between)
     return [x for of_outputs in found for x in of_outputs if x is not None]
 
 
