@@ -25,7 +25,7 @@ OF_LOG = {"logging/reduce.py": 1}
 """Of the first batches, whose logged values are compared with the losses."""
 OF_ROWS = {"loss/shared_values.py": 1}
 """Norms that ranks compare in the same vote, once it has waited."""
-OF_BUFFERS = {"loss/counts.py": 2} if BROADCASTS_WRITE else {}
+OF_BUFFERS = {"loss/shared_values.py": 2} if BROADCASTS_WRITE else {}
 """Two buffers that are compared in the votes on steps 2, 4, 8, ..., as steps have written to them."""
 OF_CLIP = {"engines/gradients.py": 1}
 OF_DDP_CLIP = {"engines/ddp.py": 1}
