@@ -23,7 +23,7 @@ from benchmarks.gpu_one_rank import kernel_calls
 from benchmarks.gpu_training import ENGINES, STEPS, Module, one_rank_strategy, one_row
 from benchmarks.step_overhead import Job
 
-WAITS_OF_STEP = {"consistency/finite.py": 1}
+WAITS_OF_STEP = {"consistency/step_vote.py": 1}
 """Waits of the package in a step without logging and clipping, by file: the vote before the optimizer."""
 OURS, PYTORCH = Path(lightning_cp.__file__).parent, Path(torch.__file__).parent
 WARM_UP = 2

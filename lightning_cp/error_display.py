@@ -36,7 +36,7 @@ from lightning_cp.utils.signals import signal_handler
 
 FULL = "LIGHTNING_CP_FULL_ERROR"
 """``1``: every rank shows its error with all frames."""
-ELECTION = 4.0
+ELECTION_SECONDS = 4.0
 """Seconds to wait for the other failed ranks of the machine."""
 SHOWING = 8.0
 """Seconds that the other ranks wait until the error is shown."""
@@ -309,13 +309,13 @@ class ErrorElection:
         kind = "report" if not getattr(error, "is_own", True) else "own"
         self._leave("card", kind, self._place.name, type(error).__name__, str(error))
         _notify(error)
-        self._wait(lambda: len(self._cards()) >= self._place.count, ELECTION)
+        self._wait(lambda: len(self._cards()) >= self._place.count, ELECTION_SECONDS)
         cards = self._cards()
         rank = self._rank_that_shows(cards)
         if rank != self._place.rank:
             self._end(self._line(error, cards[rank]))
             return
-        self._wait(lambda: len(self._there("line")) >= len(self._cards()) - 1, ELECTION)
+        self._wait(lambda: len(self._there("line")) >= len(self._cards()) - 1, ELECTION_SECONDS)
         act()
         if len(self._cards()) < self._place.count:
             self._leave("shown")  # for a rank that arrives later
@@ -326,7 +326,8 @@ class ErrorElection:
         """Wait until every rank has shown its whole error."""
         self._leave("card", "full", self._place.name, "", "")
         self._wait(
-            lambda: len(self._cards()) >= self._place.count or not self._folder.exists(), ELECTION
+            lambda: len(self._cards()) >= self._place.count or not self._folder.exists(),
+            ELECTION_SECONDS,
         )
         if len(self._cards()) >= self._place.count:
             shutil.rmtree(self._folder, ignore_errors=True)

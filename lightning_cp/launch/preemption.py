@@ -3,7 +3,7 @@ saved.
 
 Python runs a handler between any two instructions, and a signal may reach one rank only, while a save is
 collective. So the handler only sets a flag. The flag is added to the vote that ranks hold before every
-optimizer step (``consistency.finite``). All ranks learn of it at the same step and stop when that step's
+optimizer step (``consistency.step_vote``). All ranks learn of it at the same step and stop when that step's
 batch has ended, where ``ModelCheckpoint`` saves. They exit with 143, the shell's status for SIGTERM.
 
 Lightning's own handler calls a broadcast, which ranks without a signal never join.
@@ -33,7 +33,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_cp.checkpoint.atomic import display_path
 from lightning_cp.checkpoint.store import is_store
-from lightning_cp.consistency.finite import StepVote
+from lightning_cp.consistency.step_vote import StepVote
 from lightning_cp.utils.patching import PatchSet
 from lightning_cp.utils.signals import may_handle_signals, restore_handler
 from lightning_cp.utils.subprocess import take_processes
@@ -164,7 +164,7 @@ class StopAtStep(Callback):
     """
 
     def __init__(self, vote: StepVote) -> None:
-        self._step_vote = vote
+        self._vote = vote
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
@@ -174,7 +174,7 @@ class StopAtStep(Callback):
         Raises:
             SIGTERMException: with the exit code of a process that SIGTERM has ended.
         """
-        wishes, self._step_vote.wishes = self._step_vote.wishes, 0
+        wishes, self._vote.wishes = self._vote.wishes, 0
         if not wishes:
             return
         trainer._signal_connector.received_sigterm |= wishes % REQUEUE > 0

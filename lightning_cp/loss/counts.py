@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from lightning_cp.comm.consensus import gather_objects
 from lightning_cp.errors import ConfigError
 from lightning_cp.loss.derivatives import TokenSums, derivatives, shared_factors
-from lightning_cp.loss.divisors import Divisors, Kind
+from lightning_cp.loss.divisors import OWN, Divisors, Look
 from lightning_cp.loss.shared_values import (
     SharedValues,
     first_difference,
@@ -75,6 +75,9 @@ ASK = (
 )
 """Message about a loss of no known kind."""
 
+Form = tuple[str, tuple[Any, ...]]
+"""Name of a look, and how that is written."""
+
 RATIOS = 16
 """Maximum number of known ratios between factors and weights."""
 
@@ -112,10 +115,10 @@ class TargetCounts:
         self._shared: list[SharedValues] = []
         self._ratios = {1.0: None}
         """Known ratios between factors of losses by hand and the weights of their ranks."""
-        self._clear = set[Kind]()
-        """Kinds of divisors of losses that had no doubtful one."""
-        self.exact = set[Kind]()
-        """Inner kinds of divisors of losses that a check found exact."""
+        self.clear = set[Form]()
+        """Forms of divisors of shared terms that were in no doubt."""
+        self.exact = set[Form]()
+        """Forms, without numbers, of divisors of losses that a check found exact."""
         self.are_asked = False
         """A loss went backward whose counts matter; all ranks know this, while a mean is known locally."""
         self.beside_other_terms = False
@@ -167,13 +170,11 @@ class TargetCounts:
             divisors: of its terms.
         """
         values = SharedValues(weighted)
-        if divisors is not None and not (
-            divisors.kind in self._clear or divisors.inner_kind in self.exact
-        ):
+        if divisors is not None and any(map(self._asks_about, divisors.looks)):
             values.divisors, values.is_followed = divisors, True
         if factors is not None:
             values.factors = [*factors.values, *factors.divisors]
-            values.is_followed = bool(values.factors)
+            values.is_followed |= bool(values.factors)
         self._shared.append(values)
         if means is not None:
             values.is_followed |= bool(means.joined or means.gathered or means.scaled)
@@ -185,7 +186,9 @@ class TargetCounts:
             values.gradients = list(map(norm_and_projection, gradients))
             if any(x.itemsize < 4 for x in gradients):
                 values.digits = 3
-        if sums is not None and sums.nodes:
+        own = [] if divisors is None else [x for x in divisors.looks if x.what == OWN]
+        is_exact = bool(own) and all((x.what, x.without_numbers) in self.exact for x in own)
+        if sums is not None and sums.nodes and not is_exact:
             weights = [x for x in sums.weights(loss, weighted) if not isinstance(x, DTensor)]
             # A number is compared with its sign.
             values.counted = [
@@ -222,7 +225,7 @@ class TargetCounts:
         taken._padding, self._padding = self._padding, []
         taken._refusals, self._refusals = self._refusals, []
         taken._shared, self._shared = self._shared, []
-        taken._ratios, taken._clear = self._ratios, self._clear
+        taken._ratios, taken.clear, taken.exact = self._ratios, self.clear, self.exact
         taken.are_asked, self.are_asked = self.are_asked, False
         taken.asks, self.asks = self.asks, False
         return taken
@@ -265,29 +268,45 @@ class TargetCounts:
             or self.doubt(group)
         )
 
+    def _asks_about(self, look: Look) -> bool:
+        """True if no step and no check has cleared divisors that are written like this."""
+        is_clear = (look.what, look.written) in self.clear
+        return not (is_clear or (look.what, look.without_numbers) in self.exact)
+
     def has_doubts(self) -> bool:
         """True if a divisor of a loss may be wrong on all ranks alike; waits for the device.
 
-        Others of its kind, of later steps, are in no doubt then: a number may equal a count by chance.
+        Divisors of shared terms may meet a count in a later step, by chance.
         """
-        found = [each.divisors for each in self._doubtful if each.divisors is not None]
-        every = {each.divisors.kind for each in self._shared if each.divisors is not None}
-        self._clear |= every - {divisors.kind for divisors in found}
-        return bool(found)
-
-    def clear_doubts(self, checked: TargetCounts) -> None:
-        """Let losses pass that are written as those in ``checked``, which a check found exact."""
-        found = [each.divisors for each in checked._doubtful if each.divisors is not None]
-        self.exact |= {divisors.inner_kind for divisors in found}
+        looked = [pair for each in self._shared for pair in each.doubts.items()]
+        shared = [look for look, said in looked if look.what != OWN and said is None]
+        self.clear |= {(look.what, look.written) for look in shared}
+        return any(self._own_doubts)
 
     @property
-    def _doubtful(self) -> list[SharedValues]:
-        return [each for each in self._shared if each.doubt]
+    def _own_doubts(self) -> list[str]:
+        looked = [pair for each in self._shared for pair in each.doubts.items()]
+        return [said for look, said in looked if said is not None and self._asks_about(look)]
+
+    def checked_forms(self, *, weighs_alike: bool) -> set[Form]:
+        """Return the forms, without numbers, that a check of these losses clears.
+
+        Args:
+            weighs_alike: tokens of own terms weigh the same on ranks; such terms are cleared only if they
+                are in doubt.
+        """
+        return {
+            (look.what, look.without_numbers)
+            for each in self._shared
+            if each.divisors is not None
+            for look in each.divisors.looks
+            if not (look.what == OWN and weighs_alike and each.doubts.get(look, "") is None)
+        }
 
     def doubt(self, group: dist.ProcessGroup | None) -> str | None:
         """Return the start of a message about the first doubtful divisor of any rank. Collective."""
-        own = [each.doubt for each in self._doubtful][:1]
-        return next(chain.from_iterable(gather_objects(own, group)), None)
+        every = gather_objects(self._own_doubts[:1], group)
+        return next(chain.from_iterable(every), None)
 
     def shared_difference(self, group: dist.ProcessGroup, sample_size: int) -> str | None:
         """Return the start of a message if shared values differ by more than rounding. Collective."""

@@ -267,11 +267,10 @@ def _is_short(node: Any) -> bool:
 
 def _is_over_tokens(node: Any, rows: int, local_len: int) -> bool:
     """True for a sum over a dimension of tokens, which may leave many features."""
-    source, number = producing_edge(*node.next_functions[0])
     dims: Any = getattr(node, "_saved_dim", None)
-    if source is None or not isinstance(dims, tuple):
+    if not isinstance(dims, tuple):
         return False
-    shape = source._input_metadata[number].shape
+    shape = shape_of_source(node)
     place = find_token_dims(shape, rows, local_len)
     if place is None:
         return False
@@ -287,6 +286,12 @@ def mean_size(node: Any) -> float:
     """Return the number of values in a mean; 1 for a sum."""
     if operator_of(node) != "Mean" and not reduces_by_mean(node):
         return 1.0
-    source, number = producing_edge(*node.next_functions[0])
-    size = prod(source._input_metadata[number].shape)
-    return size / max(1, prod(node._input_metadata[0].shape))
+    return prod(shape_of_source(node)) / max(1, prod(node._input_metadata[0].shape))
+
+
+def shape_of_source(node: Any) -> tuple[int, ...]:
+    """Return the shape of a node's first input with a graph."""
+    source, number = next(
+        producing_edge(*edge) for edge in node.next_functions if edge[0] is not None
+    )
+    return tuple(source._input_metadata[number].shape)

@@ -6,21 +6,24 @@ by something else than its count, or a value of whole sequences by a number of t
     (losses * mask).sum(1).mean()                   # divided by rows; one process's sum is larger
     sequence_sum(losses).sum() / losses.numel()     # the rank's tokens; one process has more
 
-So each sum needs its count among its divisors, and no other term may have one.
+So each sum needs its count among its divisors, and no other term may have one. There a number may equal a
+count by chance: one that is written like a number that did not is in no doubt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, combinations, dropwhile
+from functools import cached_property
+from itertools import chain, combinations, dropwhile, product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from lightning_cp.loss.derivatives import TokenSums, mean_size
+from lightning_cp.loss.derivatives import TokenSums, mean_size, shape_of_source
 from lightning_cp.loss.terms import (
+    LINEAR,
     SCALING,
     LossTerms,
     constants_of,
@@ -31,26 +34,53 @@ from lightning_cp.loss.terms import (
     producing_edge,
     sources_of,
 )
+from lightning_cp.randomness.token_draws import find_token_dims
 from lightning_cp.utils.autograd_notes import Count
 
 
 @dataclass(eq=False)
 class Divisor:
-    """A divisor of a term, or the inverse of its factor."""
+    """A divisor of a term, or the inverse of its factor; 1 for another function."""
 
-    value: Count
+    operator: str
+    value: Count = 1
     """A number, or float64 [2] on the device: the least and the greatest of some numbers."""
     limit: float = 1e-5
     """Relative rounding error."""
+    of: str = ""
+    """The operator whose result is divided."""
+
+    @property
+    def is_number(self) -> bool:
+        """True for a number of Python that the step multiplies or divides by."""
+        return self.operator in SCALES and not isinstance(self.value, torch.Tensor)
+
+    @property
+    def without_number(self) -> tuple[Any, ...]:
+        """Values that are equal wherever the step is written alike, but for numbers of Python."""
+        return self.operator, self.of, isinstance(self.value, torch.Tensor)
+
+    @property
+    def written(self) -> tuple[Any, ...]:
+        """Values that are equal wherever the step is written alike."""
+        return *self.without_number, self.value if self.is_number else None
 
 
+SCALES = ("Mul", "Div")
 Path = tuple[Divisor, ...]
-"""Divisors between a loss and a term."""
-Kind = tuple[frozenset[int], int]
+"""Functions between a loss and a term, from the loss on; linear ones that divide by nothing are left out."""
+OWN, BY_TOKENS, BY_TARGETS = "own", "by tokens", "by targets"
+"""Names of looks: at divisors of own terms; of shared terms, for numbers of tokens, and of targets."""
 
 
-def _is_number(divisor: Divisor) -> bool:
-    return not isinstance(divisor.value, torch.Tensor)
+class Look(NamedTuple):
+    """A look at divisors, and how these are written in the step."""
+
+    what: str
+    """One of the names of looks."""
+    written: tuple[Any, ...]
+    without_numbers: tuple[Any, ...]
+    """Last products with numbers are left out, too: a check does not see those of accumulation."""
 
 
 @dataclass
@@ -65,28 +95,29 @@ class Divisors:
     shared: list[Divisor] = field(default_factory=list[Divisor])
     """Of values of whole sequences, and of parameters."""
     alike: torch.Tensor | bool = False
-    """All ranks that share a sample have as many targets."""
+    """All ranks of a sample that have targets have as many."""
 
-    @property
-    def kind(self) -> Kind:
-        """Numbers of divisors of own and of shared terms: equal for losses that are written alike."""
-        return frozenset(map(len, self.own)), len(self.shared)
-
-    @property
-    def inner_kind(self) -> Kind:
-        """The same without last divisions by numbers, as for accumulation, which a check does not see."""
-        own = (list(dropwhile(_is_number, path)) for path in self.own)
-        return frozenset(map(len, own)), sum(not _is_number(x) for x in self.shared)
+    @cached_property
+    def looks(self) -> dict[Look, Path]:
+        """All that is looked at."""
+        found: dict[Look, Path] = {}
+        for path in self.own:
+            inner = dropwhile(lambda x: x.is_number, path)
+            forms = tuple(x.written for x in path), tuple(x.without_number for x in inner)
+            found[Look(OWN, *forms)] = path
+        for x, what in product(self.shared, (BY_TOKENS, BY_TARGETS)):
+            found[Look(what, x.written, x.without_number)] = (x,)
+        return found
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Values on a device: each divisor once, and ``alike``."""
-        every = dict.fromkeys(chain(*self.own, self.shared))
+        every = dict.fromkeys(chain.from_iterable(self.looks.values()))
         values = [x.value for x in every] + [self.alike]
         return [x for x in values if isinstance(x, torch.Tensor)]
 
-    def doubt(self, targets: float, numbers: list[float]) -> str | None:
-        """Return the start of a message about a divisor, or ``None``.
+    def doubts(self, targets: float, numbers: list[float]) -> dict[Look, str | None]:
+        """Return the start of a message, or ``None``, for all that could be looked at.
 
         Args:
             targets: of this rank.
@@ -97,29 +128,32 @@ class Divisors:
         def bounds(x: Count | bool) -> tuple[float, float]:
             return known[id(x)] if isinstance(x, torch.Tensor) else (float(x), float(x))
 
-        def is_one_of(divisor: Divisor, counts: Collection[float]) -> bool:
-            ends = bounds(divisor.value)
-            return any(all(abs(x - n) <= divisor.limit * n for x in ends) for n in counts)
-
-        alike = bool(bounds(self.alike)[0]) and targets > 0
-        if alike and not all(_has_product(path, bounds, targets) for path in self.own):
-            return OWN_DIVISOR.format(targets)
-        counts = {self.tokens, self.local_len, *([targets] if alike else [])} - {0, 1}
-        for divisor in self.shared:
-            if is_one_of(divisor, counts):
-                return SHARED_DIVISOR.format(bounds(divisor.value)[0])
-        return None
+        counts = {BY_TOKENS: {self.tokens, self.local_len}}
+        if bounds(self.alike)[0] and targets > 0:
+            counts |= {BY_TARGETS: {targets}, OWN: {targets}}
+        found: dict[Look, str | None] = {}
+        for look, path in self.looks.items():
+            if look.what == OWN and OWN in counts:
+                is_right = _has_product(path, bounds, targets)
+                found[look] = None if is_right else OWN_DIVISOR.format(targets)
+            elif look.what in counts:
+                ends, limit = bounds(path[0].value), path[0].limit
+                is_count = any(
+                    n > 1 and all(abs(x - n) <= limit * n for x in ends) for n in counts[look.what]
+                )
+                found[look] = SHARED_DIVISOR.format(ends[0]) if is_count else None
+        return found
 
 
 OWN_DIVISOR = (
-    "the step declares {:g} targets on every rank, but a sum of the loss over a rank's tokens is not divided "
-    "by that number, or is not the last thing that is computed of its tokens, so "
+    "all ranks that have targets count {:g} of them, but a sum of the loss over a rank's tokens is not seen "
+    "to be divided by that number. Write it as (values * mask).sum() / count; as it is, "
 )
 """Start of a message that ``ASK`` completes."""
 
 SHARED_DIVISOR = (
-    "a term of whole sequences, or of parameters, is divided by {:g}, which is a number of this rank's "
-    "tokens alone (sequence_sum(mask) counts those of whole sequences), so "
+    "a term of whole sequences, or of parameters, is divided by {:g}, which is as many as this rank's "
+    "tokens or targets, and maybe not those of whole sequences (sequence_sum(mask) counts these), so "
 )
 """Start of a message that ``ASK`` completes."""
 
@@ -136,7 +170,7 @@ def _has_product(
 ) -> bool:
     """True if some divisors of a path multiply to the targets."""
     limit = max((x.limit for x in path), default=0.0)
-    ends = [bounds(x.value) for x in path]
+    ends = [bounds(x.value) for x in path if isinstance(x.value, torch.Tensor) or x.value != 1]
     numbers = [least for least, greatest in ends if abs(greatest - least) <= limit * abs(least)]
     some = chain.from_iterable(combinations(numbers[:_MOST], n) for n in range(_MOST + 1))
     return any(abs(abs(prod(each)) - targets) <= limit * targets for each in some)
@@ -147,11 +181,7 @@ _MOST = 8
 
 
 def divisors_of(
-    loss: torch.Tensor,
-    means: LossTerms,
-    sums: TokenSums | None,
-    rows: int,
-    local_len: int,
+    loss: torch.Tensor, means: LossTerms, sums: TokenSums | None, rows: int, local_len: int
 ) -> Divisors:
     """Return the divisors of a loss; nothing waits for a device.
 
@@ -173,18 +203,23 @@ def divisors_of(
 
     sums = TokenSums() if sums is None else sums
     end = producing_edge(loss.grad_fn, loss.output_nr)[0]
-    found.own += _own_paths(end, sums, found.tokens, divisor_at)
+    found.own += _own_paths(end, sums, rows, local_len, divisor_at)
     starts = [end, *(node for node, _ in sums.whole_inputs)]
     found.shared += _shared_divisors(starts, means.between.difference(sums.nodes), divisor_at)
     return found
 
 
 def _own_paths(
-    end: Any, sums: TokenSums, tokens: int, divisor_at: Callable[[Any], Divisor | None]
+    end: Any,
+    sums: TokenSums,
+    rows: int,
+    local_len: int,
+    divisor_at: Callable[[Any], Divisor | None],
 ) -> dict[Path, None]:
     """Return the divisors of each sum over tokens: between the loss and it, and below it up to a function.
 
-    Of a loss with more paths than can be looked at, one without divisors, which is in doubt.
+    Of a loss with more paths than can be looked at, one without divisors, which is in doubt. Below sums only
+    nodes with a number for each token are read: further down, that could recompute a checkpointed layer.
     """
     means = dict(zip(sums.nodes, sums.sizes, strict=True))
     nodes = _nodes_towards(
@@ -204,13 +239,14 @@ def _own_paths(
         sources = sources_of(node)
         if not is_below and node in means:
             if node not in sizes:
-                sizes[node] = _sizes_at(node, means[node], tokens)
-            path = (*path, *sizes[node])
-            below = [(x, path, True) for x in sources if not is_shared(x)]
-            ahead += below
-            if not below:  # values of whole sequences, for each token
-                found[path] = None
-        elif is_below and (len(sources) != 1 or operator_of(node) not in SCALING):
+                sizes[node] = _sizes_at(node, means[node], rows * local_len)
+            below = [x for x in sources if not is_shared(x)] if len(sources) > 1 else sources
+            ahead += [(x, (*path, *sizes[node]), True) for x in below]
+        elif is_below and (
+            len(sources) != 1
+            or operator_of(node) not in SCALING
+            or _has_features(node, rows, local_len)
+        ):
             found[path] = None
         elif is_below or node in nodes:
             divisor = divisor_at(node)
@@ -219,21 +255,27 @@ def _own_paths(
     return found
 
 
-_MOST_PATHS = 10_000
+_MOST_PATHS = 50_000
+
+
+def _has_features(node: Any, rows: int, local_len: int) -> bool:
+    """True for a result with several numbers for each token."""
+    shape = node._input_metadata[0].shape
+    return prod(shape) > rows * local_len and find_token_dims(shape, rows, local_len) is not None
 
 
 def _sizes_at(node: Any, size: Count, tokens: int) -> Path:
-    """Return the divisor of a mean over tokens; of a sum, the inverse of how many numbers a token has."""
+    """Return the divisor of a mean over tokens, and the inverse of how many numbers a token has.
+
+    A count times these numbers may be the divisor, too.
+    """
+    operator = operator_of(node)
     if isinstance(size, torch.Tensor):
-        return (Divisor(size.detach().double().expand(2)),)
-    shape = _shape_of_source(node)
-    of_token = {prod(shape) // tokens, prod(shape[1:])} if size == 1 else set[int]()
-    return (Divisor(size), *(Divisor(1 / n) for n in of_token if n > 1))
-
-
-def _shape_of_source(node: Any) -> tuple[int, ...]:
-    source, number = producing_edge(*node.next_functions[0])
-    return () if source is None else tuple(source._input_metadata[number].shape)
+        return (Divisor(operator, size.detach().double().expand(2)),)
+    shape = shape_of_source(node)
+    of_token = {prod(shape) // tokens, prod(shape[1:])} - {0, 1}
+    form = f"{operator} of {len(shape)} to {len(node._input_metadata[0].shape)}"
+    return (Divisor(form, size), *(Divisor(operator, 1 / n) for n in sorted(of_token)))
 
 
 def _shared_divisors(
@@ -241,20 +283,42 @@ def _shared_divisors(
 ) -> list[Divisor]:
     """Return the divisors of values of whole sequences and of parameters.
 
-    Divisors of a product with a rank's own tokens are not those of its other factor.
+    Divisors of a product with a rank's own tokens are not those of its other factor. A mean over such values
+    has as many of them in one process.
     """
-
-    def sources(node: Any) -> list[Any]:
-        every = sources_of(node) if node in between else []
-        is_product = operator_of(node) in ("Mul", "Div")
-        return ([x for x in every if not is_shared(x)] if is_product else []) or every
 
     def is_end(node: Any) -> bool:
         return node in between and (is_whole(node) or hasattr(node, "variable"))
 
+    starts = list(starts)
+    is_own: dict[Any, bool] = {}
+    for node, behind in _users_last(starts, lambda x: sources_of(x) if x in between else []):
+        is_own[node] = node not in between or (not is_end(node) and any(is_own[x] for x in behind))
+
+    def sources(node: Any) -> list[Any]:
+        every = sources_of(node) if node in between else []
+        own = [x for x in every if is_own[x]] if operator_of(node) in SCALES else []
+        return own or every
+
     nodes = _nodes_towards(is_end, starts, sources)
-    found = [divisor_at(x) for x in nodes if not (is_end(x) or _is_of_coefficient(x))]
-    return [x for x in found if x is not None]
+    found = (divisor_at(x) for x in nodes if not (is_end(x) or _has_coefficient(x)))
+    return [x for x in found if x is not None and x.operator in SCALES]
+
+
+def _users_last(
+    starts: Iterable[Any], sources: Callable[[Any], list[Any]]
+) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield each node of a graph once, behind its sources, with these."""
+    ahead: list[tuple[Any, list[Any] | None]] = [(start, None) for start in starts]
+    seen: set[Any] = set()
+    while ahead:
+        node, found = ahead.pop()
+        if found is not None:
+            yield node, found
+        elif node not in seen:
+            seen.add(node)
+            found = sources(node)
+            ahead += [(node, found), *((x, None) for x in found)]
 
 
 def _nodes_towards(
@@ -262,23 +326,14 @@ def _nodes_towards(
 ) -> dict[Any, None]:
     """Return the nodes between starts and ends, with the ends."""
     found: dict[Any, None] = {}
-    ahead = [(start, False) for start in starts]
-    seen: set[Any] = set()
-    while ahead:
-        node, is_done = ahead.pop()
-        if is_done or is_end(node):
-            if is_end(node) or any(x in found for x in sources(node)):
-                found[node] = None
-        elif node not in seen:
-            seen.add(node)
-            ahead += [(node, True), *((x, False) for x in sources(node))]
+    for node, behind in _users_last(starts, lambda x: [] if is_end(x) else sources(x)):
+        if is_end(node) or any(x in found for x in behind):
+            found[node] = None
     return found
 
 
-def _is_of_coefficient(node: Any) -> bool:
-    """True for a product with 0.1, for example, which is no inverse of a number of tokens; and for a mean."""
-    if operator_of(node) in ("Mean", "Sum"):
-        return True
+def _has_coefficient(node: Any) -> bool:
+    """True for a factor such as 0.1, which is no inverse of a number of tokens."""
     factors = constants_of(node) if operator_of(node) == "Mul" else []
     return any(isinstance(x, float) and abs(x) > _LEAST_INVERSE for x in factors)
 
@@ -287,25 +342,29 @@ _LEAST_INVERSE = 0.01
 
 
 def _divisor_at(node: Any, most: int) -> Divisor | None:
-    """Return the size of a mean, or what a constant divides by; ``None`` for one of more than ``most``
-    numbers.
+    """Return the size of a mean, or what a constant of at most ``most`` numbers divides by; ``None`` for a
+    linear function that divides by nothing.
     """
     operator = operator_of(node)
     if operator == "Mean":
-        return Divisor(mean_size(node))
+        return Divisor(operator, mean_size(node))
     if operator == "Sum":  # of the numbers of each token: a count times these may be the divisor
-        size = prod(_shape_of_source(node))
-        return Divisor(prod(node._input_metadata[0].shape) / size) if size else None
-    constants = constants_of(node) if operator in ("Mul", "Div") else []
+        size = prod(shape_of_source(node))
+        inverse = prod(node._input_metadata[0].shape) / size if size else 1
+        return Divisor(operator, inverse) if inverse != 1 else None
+    if operator in LINEAR:
+        return None
+    constants = constants_of(node) if operator in SCALES else []
     constants = [x for x in constants if not (isinstance(x, torch.Tensor) and is_trained(x))]
-    if len(constants) != 1:
-        return None
-    (x,) = constants
+    is_numerator = operator == "Div" and node.next_functions[0][0] is None
+    if len(constants) != 1 or is_numerator:
+        return Divisor(f"{operator} of {len(node.next_functions)}")
+    (x,), of = constants, "".join(map(operator_of, sources_of(node)))
     if not isinstance(x, torch.Tensor):
-        return Divisor(x if operator == "Div" else 1 / x if x else 0.0)
+        return Divisor(operator, x if operator == "Div" else 1 / x if x else 0.0, of=of)
     if not 0 < x.numel() <= most:
-        return None
+        return Divisor(f"{operator} by a tensor")
     ends = torch.stack(x.detach().double().aminmax())
     is_short = x.is_floating_point() and x.itemsize < 4
     limit = 2 * torch.finfo(x.dtype).eps if is_short else Divisor.limit
-    return Divisor(ends if operator == "Div" else 1 / ends, limit)
+    return Divisor(operator, ends if operator == "Div" else 1 / ends, limit, of)

@@ -56,6 +56,7 @@ class RunLosses:
         """Forget the checks of another model's steps."""
         self.exact_zeros.clear()
         self.follows_factors = True
+        self.counts.clear.clear()
         self.counts.exact.clear()
 
     def check(

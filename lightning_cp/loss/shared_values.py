@@ -9,7 +9,7 @@ from itertools import islice
 
 import torch
 
-from lightning_cp.loss.divisors import Divisors
+from lightning_cp.loss.divisors import Divisors, Look
 from lightning_cp.utils.autograd_notes import Count
 from lightning_cp.utils.tensors import to_list, vector_norm
 
@@ -34,7 +34,7 @@ class SharedValues:
     digits: int = 5
     """Compared digits of gradients in every step; joined values must be equal to the last digit."""
     divisors: Divisors | None = None
-    """Of its terms; ``None``: a loss that is written alike had no doubtful one."""
+    """Of its terms; ``None``: of a loss that is written alike none was in doubt."""
     is_followed: bool = False
     """True if the loss has any of these."""
     _found: list[list[float]] | None = None
@@ -79,12 +79,12 @@ class SharedValues:
         return weighted, values, 2e-2 if is_short else 1e-5
 
     @property
-    def doubt(self) -> str | None:
-        """Start of a message about a divisor, or ``None``; waits for the device."""
+    def doubts(self) -> dict[Look, str | None]:
+        """Starts of messages about divisors, see ``Divisors.doubts``; waits for the device."""
         if self.divisors is None:
-            return None
+            return {}
         (weighted,), *_, read = self._numbers
-        return self.divisors.doubt(weighted, read)
+        return self.divisors.doubts(weighted, read)
 
     @staticmethod
     def read(losses: Sequence[SharedValues]) -> None:

@@ -57,6 +57,13 @@ def average_weights(counts: Sequence[float] | torch.Tensor) -> Shares:
     return [count / total if total else 1.0 / len(counts) for count in counts]
 
 
+def count_alike(counts: Sequence[float] | torch.Tensor) -> torch.Tensor | bool:
+    """Return True if all ranks with targets have as many, where the counts are."""
+    if isinstance(counts, torch.Tensor):
+        return ((counts == counts.max()) | (counts == 0)).all()
+    return len({*counts} - {0}) <= 1
+
+
 def read_shares(shares: Shares) -> Sequence[float]:
     """Return shares as numbers; waits for the device where they are on it."""
     return to_list(shares) if isinstance(shares, torch.Tensor) else shares
@@ -202,11 +209,8 @@ class StepLoss:
 
     @property
     def ranks_count_alike(self) -> torch.Tensor | bool:
-        """True if all ranks of the sample have as many targets; stays where the counts are."""
-        counts = self._counts
-        return (
-            (counts == counts[0]).all() if isinstance(counts, torch.Tensor) else len({*counts}) == 1
-        )
+        """True if all ranks of the sample that have targets have as many; stays where the counts are."""
+        return count_alike(self._counts)
 
     @property
     def has_whole_rows(self) -> bool:

@@ -297,7 +297,8 @@ class ParityCheck:
         base = self._compare_in_mode(part)
         aside, mesh = self.runner.runtime.losses.probe, self.runner.runtime.mesh
         group = mesh.control_group(Flat.LOSS)
-        aside.is_known &= aside.counts.shared_difference(group, mesh.cp_size) is None
+        weighs_alike = aside.counts.shared_difference(group, mesh.cp_size) is None
+        aside.is_known &= weighs_alike
         apart = aside.counts.factor_difference(group, mesh.cp_size)
         unknown = gather_objects([aside.zeros] if aside.needs_fewer_labels else [], group)
         self._check_healthy(part, base, uneven=False)
@@ -306,7 +307,8 @@ class ParityCheck:
             self._check_healthy(uneven, self._compare_uneven(uneven), uneven=True)
         for zeros in {each for of_rank in unknown for each in of_rank}:
             self.runner.runtime.losses.note_exact(zeros)
-        self.runner.runtime.losses.counts.clear_doubts(aside.counts)
+        forms = gather_objects(list(aside.counts.checked_forms(weighs_alike=weighs_alike)), group)
+        self.runner.runtime.losses.counts.exact |= {x for of_rank in forms for x in of_rank}
         self.runner.runtime.losses.follows_factors &= apart is None
         chunked = self.runner.runtime.settings.loss_chunk_tokens is not None
         seconds, evaluation = time.monotonic() - started, self.runner.evaluation

@@ -31,8 +31,8 @@ from lightning_cp.config import (
     ShardingSettings,
     explicit_cp_size,
 )
-from lightning_cp.consistency.finite import OptimizerStep, StepVote
 from lightning_cp.consistency.settings import check_same_start
+from lightning_cp.consistency.step_vote import OptimizerStep, StepVote
 from lightning_cp.engines.base import engine
 from lightning_cp.engines.ddp_comm_hook import ARGUMENTS as HOOK
 from lightning_cp.engines.ddp_comm_hook import (

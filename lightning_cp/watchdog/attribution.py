@@ -53,7 +53,7 @@ class _Member:
 
 
 class FailureAttribution:
-    """The decision which rank failed: collects heartbeats and notes of all ranks, decides which rank failed.
+    """Heartbeats and notes of all ranks, and the decision which of them failed.
 
     Args:
         names: names of the ranks, as in ``rank 2 (cp_rank 1 of 4, data_rank 0)``.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.nightly.mutants.mutant import Mutant
 
-FINITE = "lightning_cp/consistency/finite.py"
-TRAINER = "tests/ranks/consistency/test_finite.py::test_a_trainer_stops"
+FINITE = "lightning_cp/consistency/step_vote.py"
+TRAINER = "tests/ranks/consistency/test_step_vote.py::test_a_trainer_stops"
 
 COUNTS = "lightning_cp/loss/counts.py"
 KINDS = "tests/ranks/loss/test_loss_kinds.py::test_"
@@ -177,24 +177,24 @@ GUARD_MUTANTS = (
     Mutant(
         "sums need no divisor where ranks count alike",
         "lightning_cp/loss/divisors.py",
-        "if alike and not all(",
-        "if not alike and not all(",
+        "is_right = _has_product(path, bounds, targets)",
+        "is_right = True",
         (f"{DIVISORS}a_sum_that_its_count_does_not_divide_is_asked_about[sum-none-ring 2]",),
         "A sum over tokens that nothing divides is smaller by the number of ranks.",
     ),
     Mutant(
         "numbers of a rank's tokens divide whole rows",
         "lightning_cp/loss/divisors.py",
-        "counts = {self.tokens, self.local_len, *([targets] if alike else [])} - {0, 1}",
-        "counts = {targets} - {0, 1}",
+        "counts = {BY_TOKENS: {self.tokens, self.local_len}}",
+        "counts = {BY_TOKENS: set[float]()}",
         (f"{DIVISORS}a_value_of_whole_rows_by_a_number_of_a_rank_is_asked_about[by numel-ring 2]",),
         "A sum of rows over x.numel() is larger by the number of ranks.",
     ),
     Mutant(
         "a count divides whole rows",
         "lightning_cp/loss/divisors.py",
-        "counts = {self.tokens, self.local_len, *([targets] if alike else [])} - {0, 1}",
-        "counts = {self.tokens, self.local_len} - {0, 1, targets}",
+        "counts |= {BY_TARGETS: {targets}, OWN: {targets}}",
+        "counts |= {OWN: {targets}}",
         (
             f"{DIVISORS}a_sum_that_its_count_does_not_divide_is_asked_about[a whole sum by it-none-ring 2]",
         ),
@@ -210,17 +210,36 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "a doubt ends no vote",
-        "lightning_cp/consistency/finite.py",
+        "lightning_cp/consistency/step_vote.py",
         "dissents = not agrees or counts.asks or counts.has_doubts()",
         "dissents = not agrees or counts.asks",
         (f"{DIVISORS}one_check_answers[False]",),
         "A divisor that is wrong on all ranks alike trains on.",
     ),
     Mutant(
+        "a check clears doubts on its own rank",
+        "lightning_cp/parity/check.py",
+        "counts.exact |= {x for of_rank in forms for x in of_rank}",
+        "counts.exact |= set(forms[group.rank()])",
+        (f"{DIVISORS}all_ranks_know_what_a_check_found",),
+        "Some ranks raise, and others wait for them.",
+    ),
+    Mutant(
+        "ranks without targets count unlike the others",
+        "lightning_cp/loss/weighting.py",
+        "return ((counts == counts.max()) | (counts == 0)).all()",
+        "return (counts == counts.max()).all()",
+        (
+            "tests/unit/loss/test_divisors.py::test_ranks_without_targets_do_not_differ",
+            f"{DIVISORS}each_loss_is_looked_at[4-of_first_tokens]",
+        ),
+        "A sum that rows divide trains on where some ranks have no target.",
+    ),
+    Mutant(
         "a check leaves the doubt",
         "lightning_cp/parity/check.py",
-        "counts.clear_doubts(aside.counts)",
-        "counts",
+        "counts.exact |= {x for of_rank in forms for x in of_rank}",
+        "counts.exact |= set()",
         (f"{DIVISORS}one_check_answers[True]",),
         "A loss that a check found exact is refused.",
     ),
@@ -258,7 +277,7 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "state that steps write to is not compared",
-        "lightning_cp/consistency/finite.py",
+        "lightning_cp/consistency/step_vote.py",
         "total = vote(of=step.sample, own=own,",
         "total = vote(of=step.sample, own=own[:1],",
         (f"{LATER}state_of_a_rank_s_own_tokens_is_warned_of_by_name[3-settings1]",),
@@ -346,7 +365,7 @@ GUARD_MUTANTS = (
         FINITE,
         "finite = not bad_loss and all(",
         "finite = False and all(",
-        ("tests/ranks/consistency/test_finite.py::test_large_is_not_infinite",),
+        ("tests/ranks/consistency/test_step_vote.py::test_large_is_not_infinite",),
         "A run in which nothing is wrong ends.",
     ),
     Mutant(
@@ -354,7 +373,7 @@ GUARD_MUTANTS = (
         FINITE,
         "looks = self._looks and scaler is None",
         "looks = self._looks",
-        ("tests/ranks/consistency/test_finite.py::test_left_alone[fp16 scaler]",),
+        ("tests/ranks/consistency/test_step_vote.py::test_left_alone[fp16 scaler]",),
         "Mixed precision in fp16 ends at the first gradient that its scaler would have skipped.",
     ),
     Mutant(

@@ -61,7 +61,7 @@ VOTE_MUTANTS = (
     ),
     Mutant(
         "optimizers step by what they have",
-        "lightning_cp/consistency/finite.py",
+        "lightning_cp/consistency/step_vote.py",
         "fact = (WHAT, numbers_of(step.optimizer))",
         "fact = WHAT",
         ("tests/ranks/consistency/test_rates.py",),

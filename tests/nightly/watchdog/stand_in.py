@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_cp.consistency import finite
+from lightning_cp.consistency import step_vote
 from lightning_cp.watchdog import watch
 from lightning_cp.watchdog.device import DeviceQueue
 
@@ -28,14 +28,14 @@ class Device:
         Args:
             at_end_of_step: called on the main thread where the host would wait for its GPU.
         """
-        own = finite._test_step
+        own = step_vote._test_step
 
         def test_step(*given: Any) -> Any:
             at_end_of_step()
             return own(*given)
 
         watch.device_queue = self._queue  # type: ignore[assignment]
-        finite._test_step = test_step
+        step_vote._test_step = test_step
 
     def stop(self, left: int = 0) -> None:
         """Do nothing from now on; the last ``left`` events are not complete either."""

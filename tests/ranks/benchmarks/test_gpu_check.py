@@ -390,7 +390,7 @@ def test_synchronisations_of_the_later_steps_are_counted() -> None:
     ((modes, rows),) = call_on_ranks(1, synchronisations)
     assert modes == ["warn", "default"]
     (at_vote, *_, ours, every), steps = rows, gpu_training.STEPS - gpu_synchronisations.WARM_UP
-    assert "consistency/finite.py" in at_vote.place
+    assert "consistency/step_vote.py" in at_vote.place
     # Warnings before the mode was set are counted here, too.
     assert (ours.place, ours.per_step) == ("the package", gpu_training.STEPS / steps)
     assert (every.place, every.per_step) == ("all", (gpu_training.STEPS + 2) / steps)
@@ -404,7 +404,9 @@ def synchronisations() -> tuple[list[str], list[gpu_synchronisations.Synchronisa
     wait = partial(warnings.warn, "called a synchronizing CUDA operation")
     here: dict[str, Any] = {"wait": wait, "has_infinite_norm": has_infinite_norm}
     vote = "def norm(tensors):\n    wait()\n    return has_infinite_norm(tensors)"
-    exec(compile(vote, str(gpu_synchronisations.OURS / "consistency" / "finite.py"), "exec"), here)
+    exec(
+        compile(vote, str(gpu_synchronisations.OURS / "consistency" / "step_vote.py"), "exec"), here
+    )
 
     def set_mode(mode: str, device_type: str) -> None:
         modes.append(mode)
@@ -412,7 +414,7 @@ def synchronisations() -> tuple[list[str], list[gpu_synchronisations.Synchronisa
 
     dist.destroy_process_group()
     with (
-        mock.patch("lightning_cp.consistency.finite.has_infinite_norm", here["norm"]),
+        mock.patch("lightning_cp.consistency.step_vote.has_infinite_norm", here["norm"]),
         mock.patch.object(gpu_synchronisations, "_set_debug_mode", set_mode),
         mock.patch.object(gpu_synchronisations, "ENGINES", ("ddp",)),
     ):

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_cp.consistency.finite import OptimizerStep, StepVote
 from lightning_cp.consistency.settings import numbers_of, settings_of
+from lightning_cp.consistency.step_vote import OptimizerStep, StepVote
 from lightning_cp.errors import ConfigError
 from lightning_cp.loss.counts import TargetCounts
 from tests.helpers.pool import run_ranks

@@ -136,7 +136,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(error_display, "_place", None)
     monkeypatch.setattr(error_display, "_asked_hydra", False)
-    monkeypatch.setattr(error_display, "ELECTION", 0.1)
+    monkeypatch.setattr(error_display, "ELECTION_SECONDS", 0.1)
     monkeypatch.setattr(
         sys, "excepthook", sys.__excepthook__
     )  # process groups of other tests leave theirs
@@ -196,7 +196,7 @@ def test_a_hook_of_the_program_s_is_asked(
 
 
 def _end_with(rank: int, count: int, error: Exception, folder: Path, limit: float) -> None:
-    error_display.ELECTION = limit
+    error_display.ELECTION_SECONDS = limit
     seat = error_display.ProcessPlace(rank, f"rank {rank} of {count}", count)
     election = error_display.ErrorElection(folder / "election", seat)
     with (folder / "terminal").open("a") as terminal, redirect_stderr(terminal):
@@ -240,7 +240,7 @@ def test_the_rank_that_found_it_shows_it(tmp_path: Path) -> None:
 def _show_all(rank: int, folder: Path) -> None:
     os.environ[error_display.FULL], tempfile.tempdir = "1", str(folder)
     error_display.set_place(error_display.ProcessPlace(rank, f"rank {rank} of 2", 2))
-    error_display.ELECTION = 20.0
+    error_display.ELECTION_SECONDS = 20.0
     time.sleep(rank)
     with (folder / "terminal").open("a") as terminal, redirect_stderr(terminal):
         error_display.show(ConfigError("sizes"))
@@ -269,7 +269,7 @@ def test_another_message_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_a_rank_ends_as_the_meeting_is_cleared_away(
+def test_a_rank_ends_as_the_election_is_cleared_away(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def gone(folder: Path, pattern: str) -> Any:
@@ -279,7 +279,7 @@ def test_a_rank_ends_as_the_meeting_is_cleared_away(
         tmp_path, error_display.ProcessPlace(0, "rank 0 of 1", 1)
     )
     monkeypatch.setattr(Path, "glob", gone)
-    monkeypatch.setattr(error_display, "ELECTION", 0.0)
+    monkeypatch.setattr(error_display, "ELECTION_SECONDS", 0.0)
     shown: list[bool] = []
     election.show(ConfigError("sizes"), lambda: shown.append(True))
     assert shown == [True]
@@ -291,7 +291,7 @@ def test_a_watcher_s_thread_takes_no_file_of_the_thread_that_raised(
     election = error_display.ErrorElection(
         tmp_path, error_display.ProcessPlace(0, "rank 0 of 2", 2)
     )
-    monkeypatch.setattr(error_display, "ELECTION", 0.0)
+    monkeypatch.setattr(error_display, "ELECTION_SECONDS", 0.0)
     monkeypatch.setattr(error_display, "SHOWING", 0.0)
     rename, kinds = Path.rename, []
 

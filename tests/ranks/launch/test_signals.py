@@ -17,12 +17,12 @@ import torch
 from lightning import Trainer
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from lightning_cp import error_display
 from lightning_cp.fabric import UlyssesRingStrategy
 from lightning_cp.launch import preemption as signals
 from lightning_cp.launch import worker_results as launchers
 from lightning_cp.launch.worker_results import FabricLauncher, ReportingFabricLauncher
 from lightning_cp.utils import subprocess as jobs
+from lightning_cp.utils.signals import signal_handler
 from tests.helpers.launch.start import (
     SCRIPTS,
     Done,
@@ -184,7 +184,11 @@ def test_sigterm_is_left_to_loops_that_do_not_ask() -> None:
 
 @pytest.mark.parametrize(
     "within",
-    [error_display._without_sigterm, partial(launchers._forward_sigterm, []), jobs._signals_raise],
+    [
+        partial(signal_handler, signal.SIG_IGN, signal.SIGTERM),
+        partial(launchers._forward_sigterm, []),
+        jobs._signals_raise,
+    ],
     ids=["an error", "a launcher", "a sweep"],
 )
 def test_a_handler_of_a_library_in_c_is_no_error(

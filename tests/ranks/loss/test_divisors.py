@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from lightning_cp import ContextParallelMixin
@@ -130,6 +131,19 @@ WHOLE_RIGHT: dict[str, Way] = {
 }
 
 
+FEATURES_RIGHT: dict[str, Way] = {
+    "mean square": lambda loop, batch, x, mask: (
+        F.mse_loss(loop.logits(batch)[mask], loop.logits(batch).detach()[mask] + 1)
+        + 0 * count(loop, mask)
+    ),
+    "mean square of all": lambda loop, batch, x, mask: (
+        F.mse_loss(torch.zeros(2, x.shape[1], VOCAB), loop.logits(batch)) + 0 * count(loop, mask)
+    ),
+    "mean of features": lambda loop, batch, x, mask: (
+        loop.logits(batch).square().mean() + 0 * count(loop, mask)
+    ),
+}
+
 ASKED: dict[str, Way] = {
     "half": lambda loop, batch, x, mask: x.sum() / (2 * count(loop, mask)),
 }
@@ -165,7 +179,7 @@ def steps(
     return weights(loop.model)
 
 
-WAYS = COUNTED_WRONG | WHOLE_WRONG | COUNTED_RIGHT | WHOLE_RIGHT | ASKED
+WAYS = COUNTED_WRONG | WHOLE_WRONG | COUNTED_RIGHT | WHOLE_RIGHT | FEATURES_RIGHT | ASKED
 
 
 def loss_of(loop: Loop, way: str, batch: Batch) -> torch.Tensor:
@@ -185,7 +199,9 @@ def alone(way: str) -> torch.Tensor:
 def test_a_sum_that_its_count_does_not_divide_is_asked_about(
     ranks: int, settings: Settings, labels: str, way: str
 ) -> None:
-    match = "(not divided|is divided by|do not weigh the same).*fabric.strategy.check_parity"
+    match = (
+        "(not seen to be divided|is divided by|do not weigh the same).*fabric.strategy.check_parity"
+    )
     expect_on_every_rank(ranks, steps, settings, way, labels, error=ConfigError, match=match)
 
 
@@ -200,7 +216,7 @@ def test_a_value_of_whole_rows_by_a_number_of_a_rank_is_asked_about(
 
 
 @GRIDS
-@pytest.mark.parametrize("way", COUNTED_RIGHT | WHOLE_RIGHT)
+@pytest.mark.parametrize("way", COUNTED_RIGHT | WHOLE_RIGHT | FEATURES_RIGHT)
 @pytest.mark.quick("*-ring 2", "a vector-hybrid")
 def test_right_divisors_equal_one_process(ranks: int, settings: Settings, way: str) -> None:
     for got in run_ranks(ranks, steps, settings, way):
@@ -210,7 +226,9 @@ def test_right_divisors_equal_one_process(ranks: int, settings: Settings, way: s
 @pytest.mark.parametrize("checked", [False, True])
 def test_one_check_answers(checked: bool) -> None:
     if not checked:
-        match = "declares 24 targets on every rank.*not divided by.*fabric.strategy.check_parity"
+        match = (
+            "have targets count 24 of them.*not seen to be divided by.*fabric.strategy.check_parity"
+        )
         expect_on_every_rank(2, steps, RING, "half", error=ConfigError, match=match)
         return
     for got in run_ranks(2, steps, RING, "half", checked=True):
@@ -270,7 +288,7 @@ def test_the_trainer_s_check_answers() -> None:
 @pytest.mark.parametrize("automatic", [True, False])
 def test_a_trainer_without_a_check_asks(automatic: bool) -> None:
     settings = {**RING, "parity_check": "off"}
-    match = "declares 24 targets on every rank.*not divided by.*parity_check"
+    match = "have targets count 24 of them.*not seen to be divided by.*parity_check"
     expect_on_every_rank(*(2, fitted, settings, 2.0, automatic), error=ConfigError, match=match)
 
 
@@ -278,4 +296,124 @@ def test_a_trainer_without_a_check_asks(automatic: bool) -> None:
 def test_a_trainer_asks_nothing_about_the_count_itself(automatic: bool) -> None:
     (want,) = run_ranks(1, fitted, None, 1.0, automatic)
     for got in run_ranks(2, fitted, {**RING, "parity_check": "off"}, 1.0, automatic):
+        close(got, want)
+
+
+def over_rows(loop: Loop, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Wrong: the sum of a rank's tokens, divided by rows."""
+    return (x * mask).sum(1).mean() + 0 * count(loop, mask)
+
+
+def of_first_tokens(loop: Loop, step: int, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    return over_rows(loop, x, at < 12)
+
+
+def of_one_rank_first(loop: Loop, step: int, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    return over_rows(loop, x, at < (24 if step else 12))
+
+
+def right_first(loop: Loop, step: int, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    return over_rows(loop, x, at >= 0) if step else x.sum() / count(loop, at >= 0)
+
+
+def rows_right_first(loop: Loop, step: int, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    return total(loop, x).sum() / (x.numel() if step else 100)
+
+
+def checked_first(loop: Loop, step: int, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """A check of the exact loss says nothing about the wrong one."""
+    return over_rows(loop, x, at >= 0) if step else x.sum() / (2 * float(count(loop, at >= 0)))
+
+
+def later(rank: int, world_size: int, settings: Settings, way: Any) -> None:
+    """Two steps; the loss is wrong in the second one at the latest."""
+    loop = Loop(world_size, {**settings, "labels": "none", "layout": "contiguous"})
+    strategy: Any = loop.fabric.strategy
+    try:
+        for step, whole in enumerate(loop.batches(4, use_distributed_sampler=False)):
+            cut = {"input_ids": whole["input_ids"][:, :24]}
+
+            def loss(batch: Batch, step: int = step) -> torch.Tensor:
+                x = logps(loop, batch)
+                return way(loop, step, x, batch["position_ids"].expand(x.shape))
+
+            if way is checked_first and not step:
+                strategy.check_parity(cut, loss)
+            loop.fabric.backward(loss(loop.shard(cut)))
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    finally:
+        loop.end()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "way"),
+    [
+        (4, of_first_tokens),
+        (2, of_one_rank_first),
+        (2, right_first),
+        (2, rows_right_first),
+        (2, checked_first),
+    ],
+)
+def test_each_loss_is_looked_at(ranks: int, way: Any) -> None:
+    """Also of ranks some of which have no target, and behind a right loss or a check of another one."""
+    settings = {**RING, "ring_size": ranks}
+    match = "(not seen to be divided|is divided by).*fabric.strategy.check_parity"
+    expect_on_every_rank(ranks, later, settings, way, error=ConfigError, match=match)
+
+
+class ByShares(ContextParallelMixin, Small):
+    """From its second step on an exact loss that is not seen to be one, where ranks count alike."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        ids, strategy = batch["input_ids"], self.trainer.strategy
+        values = self.logits(batch).log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)
+        mesh = getattr(strategy, "mesh", None)
+        counted = 18 if mesh is not None and mesh.data_rank else 24
+        mask = batch["position_ids"].expand(ids.shape) < counted
+        count = self.count_targets(mask)
+        if not self.trainer.global_step:
+            return (values * mask).sum() / count
+        return (values * (mask / count)).sum()
+
+
+def fitted_by_shares(rank: int, world_size: int, settings: Settings) -> torch.Tensor:
+    module = ByShares()
+    rows = [{"input_ids": sample["input_ids"][:24]} for sample in samples(12)]
+    loader: Any = DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+    trainer_of(world_size, {**settings, "labels": "none"}).fit(module, loader)
+    return weights(module)
+
+
+def test_all_ranks_know_what_a_check_found() -> None:
+    """Only the first of two samples is in doubt."""
+    settings = {**RING, "data_parallel_size": 2, "layout": "contiguous"}
+    first, *others = run_ranks(4, fitted_by_shares, settings)
+    for got in others:
+        close(got, first)
+
+
+class ByLength(ContextParallelMixin, Small):
+    """Divides a sum of rows by a constant that is the number of a rank's tokens in a row."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        ids = batch["input_ids"]
+        values = self.logits(batch).log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)
+        return self.sequence_sum(values).sum() / 12
+
+
+def fitted_by_length(rank: int, world_size: int, tokens: int) -> torch.Tensor:
+    module = ByLength()
+    rows = [{"input_ids": sample["input_ids"][:24]} for sample in samples(6)]
+    loader: Any = DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+    settings = {**RING, "ring_size": world_size, "labels": "none", "parity_tokens": tokens}
+    trainer_of(world_size, settings).fit(module, loader)
+    return weights(module)
+
+
+@pytest.mark.parametrize("tokens", [16, 48])
+def test_a_check_of_fewer_tokens_answers_too(tokens: int) -> None:
+    (want,) = run_ranks(1, fitted_by_length, tokens)
+    for got in run_ranks(2, fitted_by_length, tokens):
         close(got, want)

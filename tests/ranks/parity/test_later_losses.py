@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_cp.consistency import finite
+from lightning_cp.consistency import step_vote
 from lightning_cp.errors import ConfigError, LightningCPError, ParityError
 from tests.helpers.parity import modules
 from tests.helpers.pool import expect_on_every_rank, run_ranks
@@ -318,7 +318,9 @@ def agreed(rank: int, world_size: int, name: str) -> tuple[torch.Tensor, list[in
     """Weights, and in which steps ranks had more to say than their vote."""
     steps: list[int] = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(finite, "gather_facts", lambda fact, *_, **__: steps.append(fact["step"]))
+        patched.setattr(
+            step_vote, "gather_facts", lambda fact, *_, **__: steps.append(fact["step"])
+        )
         got, _ = fit(rank, world_size, name, {**RING, **CHECKED})
     return got, steps
 

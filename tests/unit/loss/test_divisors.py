@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from lightning_cp.loss.counts import TargetCounts
 from lightning_cp.loss.derivatives import token_sums
 from lightning_cp.loss.divisors import divisors_of
 from lightning_cp.loss.terms import loss_terms
+from lightning_cp.loss.weighting import count_alike
 from lightning_cp.utils.autograd_notes import Origin, note_origin
 
 ROWS, LENGTH = 2, 200
@@ -43,6 +46,7 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
 
 RIGHT: dict[str, Loss] = {
     "whole in many ways": lambda x, z, p: x.sum() / 300 + doubled(z.sum()),
+    "a number over rows": lambda x, z, p: x.sum() / 300 + (400 / z).mean(),
     "no token": lambda x, z, p: (
         x.sum() / 300 + (x[:, :0, None] * torch.ones(5)).sum(-1).sum() / 300
     ),
@@ -55,6 +59,8 @@ RIGHT: dict[str, Loss] = {
     "bfloat16": lambda x, z, p: x.sum().bfloat16() / torch.tensor(299).bfloat16(),
     "features": lambda x, z, p: (x[..., None] * torch.ones(5)).sum() / (5 * 300),
     "features of some": lambda x, z, p: (x.flatten()[:300, None] * torch.ones(5)).sum() / (5 * 300),
+    "mean of features": lambda x, z, p: (x.flatten()[:300, None] * torch.ones(5)).mean(),
+    "mean of target first": lambda x, z, p: F.mse_loss(torch.ones(300), x.flatten()[:300]),
     "mean of some": lambda x, z, p: x.flatten()[:300].mean(),
     "chunks": lambda x, z, p: (x[:, :50].sum() + x[:, 50:].sum()) / 300,
     "function": lambda x, z, p: x.exp().sum().mul(p.exp().mean()) / 300 + p.square().sum() / 4,
@@ -108,10 +114,45 @@ def test_other_counts_are_compared_and_not_in_doubt() -> None:
 
 def test_a_loss_that_is_written_like_a_right_one_may_meet_a_count_by_chance() -> None:
     counts = TargetCounts()
-    for number, asks in ((7, False), (400, False)):
-        rows = nn.Parameter(torch.rand(ROWS)) * 1
-        note_origin(rows, Origin.SEQUENCE)
-        loss = rows.exp().sum() / number
-        divisors = divisors_of(loss, loss_terms(loss), None, ROWS, LENGTH)
-        counts.note_shared(loss, 1, None, divisors=divisors)
-        assert counts.take().has_doubts() == asks
+    seven, four_hundred = torch.tensor(7.0), torch.tensor(400.0)
+    assert not _asks_about_rows(counts, lambda z: z.exp().sum() / seven)
+    assert not _asks_about_rows(counts, lambda z: z.exp().sum() / four_hundred)
+    assert _asks_about_rows(counts, lambda z: z.exp().sum() / 400)
+    assert _asks_about_rows(counts, lambda z: (z / four_hundred).exp().sum())
+    assert _asks_about_rows(TargetCounts(), lambda z: z.exp().sum() / four_hundred)
+
+
+def _asks_about_rows(counts: TargetCounts, of: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    rows = nn.Parameter(torch.rand(ROWS)) * 1
+    note_origin(rows, Origin.SEQUENCE)
+    loss = of(rows)
+    divisors = divisors_of(loss, loss_terms(loss), None, ROWS, LENGTH)
+    divisors.alike = True
+    counts.note_shared(loss, 1, None, divisors=divisors)
+    return counts.take().has_doubts()
+
+
+@pytest.mark.parametrize(
+    ("counts", "want"), [([4, 4], True), ([4, 0, 4, 0], True), ([4, 3], False), ([0, 0], True)]
+)
+def test_ranks_without_targets_do_not_differ(counts: list[int], want: bool) -> None:
+    for given in (torch.tensor(counts, dtype=torch.float64), counts):
+        assert bool(count_alike(given)) == want
+
+
+def test_a_long_recursion_is_read_in_one_pass() -> None:
+    """In 20 s on a slow machine if each product were read down to its end."""
+    values = torch.rand(1500, dtype=torch.float64, requires_grad=True) * 1
+    note_origin(values, Origin.SEQUENCE)
+    total = torch.zeros((), dtype=torch.float64)
+    for value in values.unbind():
+        total = value + 0.99 * total
+    terms, calls = loss_terms(total), 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    with mock.patch("lightning_cp.loss.divisors.is_shared", side_effect=count):
+        divisors_of(total, terms, None, ROWS, LENGTH)
+    assert calls == 0
