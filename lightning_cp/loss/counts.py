@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from lightning_cp.comm.consensus import gather_objects
 from lightning_cp.errors import ConfigError
 from lightning_cp.loss.derivatives import TokenSums, derivatives, shared_factors
-from lightning_cp.loss.divisors import OWN, Divisors, Look
+from lightning_cp.loss.divisors import OWN, VALUES, Divisors, Look
 from lightning_cp.loss.shared_values import (
     SharedValues,
     first_difference,
@@ -177,17 +177,17 @@ class TargetCounts:
             values.is_followed |= bool(values.factors)
         self._shared.append(values)
         if means is not None:
-            values.is_followed |= bool(means.joined or means.gathered or means.scaled)
+            values.is_followed |= bool(means.joined)
             values.joined = list(map(norm_and_projection, means.joined))
-        if means is not None and (means.gathered or means.scaled):
+        is_exact = divisors is not None and (VALUES, (divisors.form,)) in self.exact
+        if means is not None and not is_exact:
             found = _by_shared_values(loss, means, sums)
             every = [x for of_outputs in found for x in of_outputs if x is not None]
             gradients = [x for x in every if not isinstance(x, DTensor)]
             values.gradients = list(map(norm_and_projection, gradients))
+            values.is_followed |= bool(found)
             if any(x.itemsize < 4 for x in gradients):
                 values.digits = 3
-        own = [] if divisors is None else [x for x in divisors.looks if x.what == OWN]
-        is_exact = bool(own) and all((x.what, x.without_numbers) in self.exact for x in own)
         if sums is not None and sums.nodes and not is_exact:
             weights = [x for x in sums.weights(loss, weighted) if not isinstance(x, DTensor)]
             # A number is compared with its sign.
@@ -295,13 +295,14 @@ class TargetCounts:
             weighs_alike: tokens of own terms weigh the same on ranks; such terms are cleared only if they
                 are in doubt.
         """
-        return {
-            (look.what, look.without_numbers)
-            for each in self._shared
-            if each.divisors is not None
-            for look in each.divisors.looks
-            if not (look.what == OWN and weighs_alike and each.doubts.get(look, "") is None)
-        }
+        found = set[Form]()
+        for each in self._shared:
+            for look in () if each.divisors is None else each.divisors.looks:
+                if not (look.what == OWN and weighs_alike and each.doubts.get(look, "") is None):
+                    found.add((look.what, look.without_numbers))
+            if each.divisors is not None and not weighs_alike:
+                found.add((VALUES, (each.divisors.form,)))
+        return found
 
     def doubt(self, group: dist.ProcessGroup | None) -> str | None:
         """Return the start of a message about the first doubtful divisor of any rank. Collective."""
@@ -430,9 +431,11 @@ def _by_shared_values(
     Weighted by targets, products with a mean over a rank's tokens add up to one process's. So their other
     factor counts here without them.
     """
+    nodes = means.gathered if sums is None else (*means.gathered, *means.parameters)
+    if not nodes:
+        return []
     sums = TokenSums() if sums is None else sums
     own = (*means.products, *sums.nodes)
-    nodes = (*means.gathered, *means.scaled)
     found = derivatives(loss, nodes, means.between, constants=own)
     factors = shared_factors(means.products) + sums.whole_inputs
     return found + (derivatives(loss, nodes, means.between, values=factors) if factors else [])

@@ -18,6 +18,7 @@ from lightning_cp.loss.terms import (
     LINEAR,
     OPAQUE,
     SCALING,
+    SELECTIONS,
     count_of,
     inputs_of,
     is_of_rows,
@@ -31,7 +32,7 @@ from lightning_cp.loss.terms import (
     sources_of,
 )
 from lightning_cp.randomness.token_draws import find_token_dims
-from lightning_cp.utils.autograd_notes import Count, origin_of
+from lightning_cp.utils.autograd_notes import Count, Origin, origin_of
 
 Edge = tuple[Any, int]
 """A node, and the number of its output."""
@@ -81,9 +82,9 @@ def derivatives(
 
 
 def shared_factors(products: Iterable[Any]) -> list[Edge]:
-    """Return the factors of products that are values of whole sequences."""
+    """Return the factors of products that are values of whole sequences or parameters."""
     edges = [producing_edge(*edge) for node in products for edge in node.next_functions]
-    return [edge for edge in edges if is_of_sequence(edge[:1]) and is_shared(edge[0])]
+    return [edge for edge in edges if edge[0] is not None and is_shared(edge[0])]
 
 
 def _call(node: Any, by_outputs: list[torch.Tensor | None]) -> list[tuple[Any, torch.Tensor]]:
@@ -207,6 +208,7 @@ def token_sums(loss: torch.Tensor, rows: int, local_len: int) -> TokenSums:
         if is_done:
             of_tokens[node] = any(of_tokens[x] for x in sources_of(node))
             is_small = of_tokens[node] and prod(shape) <= rows
+            is_small = is_small and not _is_of_selected(node, rows, local_len)
             if is_small and operator_of(node) in _FUNCTIONS_OF_SETS:
                 of_tokens[node] = False
                 found.functions.append(operator_of(node))
@@ -226,7 +228,9 @@ def token_sums(loss: torch.Tensor, rows: int, local_len: int) -> TokenSums:
             found.is_complete = False
         elif _is_sum(node) and _is_over_tokens(node, rows, local_len):
             found.add_sum(node, _whole_inputs(node, rows, local_len))
-        elif prod(shape) > rows * local_len or find_token_dims(shape, rows, local_len) is not None:
+        elif (
+            origin_of(node) is Origin.TOKENS or find_token_dims(shape, rows, local_len) is not None
+        ):
             of_tokens[node] = True
         else:
             ahead.append((node, True))
@@ -246,9 +250,12 @@ def _whole_inputs(end: Any, rows: int, local_len: int) -> list[Edge]:
             if source is None or source in seen:
                 continue
             seen.add(source)
+            shape = source._input_metadata[number].shape
+            if operator_of(source) in SELECTIONS:
+                shape = shape_of_source(source)
             if not is_shared(source):
                 ahead += [source] if operator_of(source) in SCALING else []
-            elif find_token_dims(source._input_metadata[number].shape, rows, local_len) is not None:
+            elif find_token_dims(shape, rows, local_len) is not None:
                 ahead.append(source)
             elif node is not end and is_of_sequence([source]):
                 found.append((source, number))
@@ -276,6 +283,26 @@ def _is_over_tokens(node: Any, rows: int, local_len: int) -> bool:
         return False
     reduced = [signed(dim) % len(shape) for dim in cast("tuple[int, ...]", dims)]
     return (place.token or 0) in reduced
+
+
+def _is_of_selected(node: Any, rows: int, local_len: int) -> bool:
+    """True for a reduction of features of tokens that a mask or an index selected, which stay apart."""
+    source, shape = node, node._input_metadata[0].shape
+    first = shape[0] if shape else None
+    while first is not None:
+        below = shape_of_source(source)
+        if below[:1] != (first,):
+            break
+        source = next(producing_edge(*x)[0] for x in source.next_functions if x[0] is not None)
+        if operator_of(source) not in SELECTIONS and not sources_of(source):
+            return False
+        if operator_of(source) in SELECTIONS:
+            whole = shape_of_source(source)
+            place = find_token_dims(whole, rows, local_len)
+            return place is not None and (place.token is None or len(whole) > len(below))
+        if find_token_dims(below, rows, local_len) is not None:
+            return False
+    return False
 
 
 def _is_sum(node: Any) -> bool:

@@ -12,7 +12,7 @@ count by chance: one that is written like a number that did not is in no doubt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, combinations, dropwhile, product
@@ -25,6 +25,7 @@ from lightning_cp.loss.derivatives import TokenSums, mean_size, shape_of_source
 from lightning_cp.loss.terms import (
     LINEAR,
     SCALING,
+    SELECTIONS,
     LossTerms,
     constants_of,
     is_shared,
@@ -35,7 +36,7 @@ from lightning_cp.loss.terms import (
     sources_of,
 )
 from lightning_cp.randomness.token_draws import find_token_dims
-from lightning_cp.utils.autograd_notes import Count
+from lightning_cp.utils.autograd_notes import Count, is_sequence_number
 
 
 @dataclass(eq=False)
@@ -49,6 +50,10 @@ class Divisor:
     """Relative rounding error."""
     of: str = ""
     """The operator whose result is divided."""
+    is_row_wise: bool = False
+    """There are several numbers, for rows."""
+    is_of_tokens: bool = False
+    """It is the size of a mean over tokens."""
 
     @property
     def is_number(self) -> bool:
@@ -69,8 +74,11 @@ class Divisor:
 SCALES = ("Mul", "Div")
 Path = tuple[Divisor, ...]
 """Functions between a loss and a term, from the loss on; linear ones that divide by nothing are left out."""
-OWN, BY_TOKENS, BY_TARGETS = "own", "by tokens", "by targets"
-"""Names of looks: at divisors of own terms; of shared terms, for numbers of tokens, and of targets."""
+OWN, BY_TOKENS, BY_TARGETS, FUNCTIONS = "own", "by tokens", "by targets", "functions"
+"""Names of looks: at divisors of own terms; of shared terms, for numbers of tokens, and of targets; at
+functions of all tokens."""
+VALUES = "values"
+"""Name of what is compared between ranks."""
 
 
 class Look(NamedTuple):
@@ -94,8 +102,17 @@ class Divisors:
     """Of each sum over a rank's own tokens, if the step declares what they count."""
     shared: list[Divisor] = field(default_factory=list[Divisor])
     """Of values of whole sequences, and of parameters."""
+    functions: tuple[str, ...] = ()
+    """Functions of all tokens other than sums."""
+    widths: frozenset[int] = frozenset({1})
+    """Numbers that a value of whole sequences has for each row."""
     alike: torch.Tensor | bool = False
     """All ranks of a sample that have targets have as many."""
+
+    @property
+    def form(self) -> frozenset[tuple[Any, ...]]:
+        """How the loss is written, without numbers."""
+        return frozenset(look.without_numbers for look in self.looks)
 
     @cached_property
     def looks(self) -> dict[Look, Path]:
@@ -107,6 +124,8 @@ class Divisors:
             found[Look(OWN, *forms)] = path
         for x, what in product(self.shared, (BY_TOKENS, BY_TARGETS)):
             found[Look(what, x.written, x.without_number)] = (x,)
+        if self.functions:
+            found[Look(FUNCTIONS, self.functions, self.functions)] = ()
         return found
 
     @property
@@ -128,26 +147,36 @@ class Divisors:
         def bounds(x: Count | bool) -> tuple[float, float]:
             return known[id(x)] if isinstance(x, torch.Tensor) else (float(x), float(x))
 
-        counts = {BY_TOKENS: {self.tokens, self.local_len}}
-        if bounds(self.alike)[0] and targets > 0:
-            counts |= {BY_TARGETS: {targets}, OWN: {targets}}
+        tokens = {n * width for n in (self.tokens, self.local_len) for width in self.widths}
+        is_looked_at = bool(bounds(self.alike)[0]) and targets > 0
         found: dict[Look, str | None] = {}
         for look, path in self.looks.items():
-            if look.what == OWN and OWN in counts:
-                is_right = _has_product(path, bounds, targets)
+            ends = [bounds(x.value) for x in path]
+            if look.what == FUNCTIONS:
+                found[look] = OTHER_FUNCTION.format(", ".join(self.functions))
+            elif look.what == BY_TOKENS:
+                counts = {self.local_len} if path[0].is_row_wise else tokens
+                is_count = _is_one_of(ends[0], path[0].limit, counts)
+                found[look] = SHARED_DIVISOR.format(ends[0][0]) if is_count else None
+            elif is_looked_at and look.what == BY_TARGETS:
+                is_count = not path[0].is_row_wise and _is_one_of(ends[0], path[0].limit, {targets})
+                found[look] = SHARED_DIVISOR.format(ends[0][0]) if is_count else None
+            elif is_looked_at:
+                is_right = _is_divided(path, ends, targets, {*tokens, targets})
                 found[look] = None if is_right else OWN_DIVISOR.format(targets)
-            elif look.what in counts:
-                ends, limit = bounds(path[0].value), path[0].limit
-                is_count = any(
-                    n > 1 and all(abs(x - n) <= limit * n for x in ends) for n in counts[look.what]
-                )
-                found[look] = SHARED_DIVISOR.format(ends[0]) if is_count else None
         return found
 
 
 OWN_DIVISOR = (
     "all ranks that have targets count {:g} of them, but a sum of the loss over a rank's tokens is not seen "
-    "to be divided by that number. Write it as (values * mask).sum() / count; as it is, "
+    "to be divided by that number. Divide by the count alone, before other numbers: "
+    "(values * mask).sum() / count. As it is, "
+)
+"""Start of a message that ``ASK`` completes."""
+
+OTHER_FUNCTION = (
+    "the step declares a count of targets, but its loss has a function of all of a rank's tokens that is no "
+    "sum ({}), which ranks cannot compute apart, so "
 )
 """Start of a message that ``ASK`` completes."""
 
@@ -165,15 +194,32 @@ def _pairs_of(tensors: list[torch.Tensor], numbers: list[float]) -> Iterator[tup
         at += x.numel()
 
 
-def _has_product(
-    path: Path, bounds: Callable[[Count], tuple[float, float]], targets: float
+def _is_one_of(ends: tuple[float, float], limit: float, counts: Collection[float]) -> bool:
+    """True if a divisor is one of some counts, or its inverse."""
+    values = (ends, (1 / ends[1], 1 / ends[0])) if all(ends) else (ends,)
+    return any(
+        all(abs(x - n) <= limit * n for x in each) for each in values for n in counts if n > 1
+    )
+
+
+def _is_divided(
+    path: Path, ends: Sequence[tuple[float, float]], targets: float, counts: Collection[float]
 ) -> bool:
-    """True if some divisors of a path multiply to the targets."""
+    """True if some divisors of a path multiply to the targets, and no other one is a count."""
     limit = max((x.limit for x in path), default=0.0)
-    ends = [bounds(x.value) for x in path if isinstance(x.value, torch.Tensor) or x.value != 1]
-    numbers = [least for least, greatest in ends if abs(greatest - least) <= limit * abs(least)]
-    some = chain.from_iterable(combinations(numbers[:_MOST], n) for n in range(_MOST + 1))
-    return any(abs(abs(prod(each)) - targets) <= limit * targets for each in some)
+    every = [
+        (abs(each[0]), x.operator in SCALES or x.is_of_tokens)
+        for each, x in zip(ends, path, strict=True)
+        if each != (1, 1) and abs(each[1] - each[0]) <= limit * abs(each[0])
+    ]
+    every.sort(key=lambda pair: _is_one_of((pair[0], pair[0]), limit, {targets}), reverse=True)
+    every = every[:_MOST]
+    for at in chain.from_iterable(combinations(range(len(every)), n) for n in range(_MOST + 1)):
+        if abs(prod(every[x][0] for x in at) - targets) <= limit * targets:
+            others = (every[x] for x in range(len(every)) if x not in at)
+            if not any(scales and _is_one_of((x, x), limit, counts) for x, scales in others):
+                return True
+    return False
 
 
 _MOST = 8
@@ -193,6 +239,8 @@ def divisors_of(
         local_len: tokens of a row on this rank.
     """
     found = Divisors(rows * local_len, local_len)
+    shapes = [x._input_metadata[0].shape for x in means.gathered]
+    found.widths |= {prod(shape[1:]) for shape in shapes if shape and shape[0] == rows}
     divisors: dict[Any, Divisor | None] = {}
 
     def divisor_at(node: Any) -> Divisor | None:
@@ -203,6 +251,7 @@ def divisors_of(
 
     sums = TokenSums() if sums is None else sums
     end = producing_edge(loss.grad_fn, loss.output_nr)[0]
+    found.functions = tuple(dict.fromkeys(sums.functions))
     found.own += _own_paths(end, sums, rows, local_len, divisor_at)
     starts = [end, *(node for node, _ in sums.whole_inputs)]
     found.shared += _shared_divisors(starts, means.between.difference(sums.nodes), divisor_at)
@@ -244,7 +293,7 @@ def _own_paths(
             ahead += [(x, (*path, *sizes[node]), True) for x in below]
         elif is_below and (
             len(sources) != 1
-            or operator_of(node) not in SCALING
+            or operator_of(node) not in SCALING | SELECTIONS
             or _has_features(node, rows, local_len)
         ):
             found[path] = None
@@ -271,11 +320,14 @@ def _sizes_at(node: Any, size: Count, tokens: int) -> Path:
     """
     operator = operator_of(node)
     if isinstance(size, torch.Tensor):
-        return (Divisor(operator, size.detach().double().expand(2)),)
+        return (Divisor(operator, size.detach().double().expand(2), is_of_tokens=True),)
     shape = shape_of_source(node)
     of_token = {prod(shape) // tokens, prod(shape[1:])} - {0, 1}
     form = f"{operator} of {len(shape)} to {len(node._input_metadata[0].shape)}"
-    return (Divisor(form, size), *(Divisor(operator, 1 / n) for n in sorted(of_token)))
+    return (
+        Divisor(form, size, is_of_tokens=True),
+        *(Divisor(operator, 1 / n) for n in sorted(of_token)),
+    )
 
 
 def _shared_divisors(
@@ -364,7 +416,9 @@ def _divisor_at(node: Any, most: int) -> Divisor | None:
         return Divisor(operator, x if operator == "Div" else 1 / x if x else 0.0, of=of)
     if not 0 < x.numel() <= most:
         return Divisor(f"{operator} by a tensor")
+    if is_sequence_number(x):
+        return Divisor(f"{operator} by a number of whole sequences")
     ends = torch.stack(x.detach().double().aminmax())
     is_short = x.is_floating_point() and x.itemsize < 4
     limit = 2 * torch.finfo(x.dtype).eps if is_short else Divisor.limit
-    return Divisor(operator, ends if operator == "Div" else 1 / ends, limit, of)
+    return Divisor(operator, ends if operator == "Div" else 1 / ends, limit, of, x.numel() > 1)

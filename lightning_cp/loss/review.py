@@ -73,7 +73,7 @@ class RunLosses:
         means = loss_terms(loss)
         check_sequence_terms(means, weight)
         sums = self.sums_of(loss, weight) if is_shared and weight.is_declared else None
-        passes, is_known = self.passes(loss, weight, sums), _is_known(means)
+        passes, is_known = self.passes(loss, weight), _is_known(means)
         is_clear = is_known or passes
         if self.question is not None:  # a loss that is refused leaves no notes
             weight.check_known(None if is_clear else ConfigError(self.question))
@@ -101,13 +101,12 @@ class RunLosses:
             return None
         found = divisors_of(loss, means, sums, weight.rows, weight.local_len)
         found.alike = weight.ranks_count_alike
-        return found if found.own or found.shared else None
+        return found if found.looks else None
 
-    def passes(self, loss: torch.Tensor, weight: StepLoss, sums: TokenSums | None) -> bool:
-        """Return True for a declared loss of sums, and for one like a loss that a check found exact."""
-        is_declared = weight.is_declared and not (sums is not None and sums.functions)
-        if is_declared or not self.exact_zeros or self.passes_all:
-            return is_declared or bool(self.exact_zeros)
+    def passes(self, loss: torch.Tensor, weight: StepLoss) -> bool:
+        """Return True for a declared loss, and for one like a loss that a check found exact."""
+        if weight.is_declared or not self.exact_zeros or self.passes_all:
+            return weight.is_declared or bool(self.exact_zeros)
         return any(map(factors_of(loss, weight.tokens).are_zero, self.exact_zeros))
 
     @property
@@ -185,7 +184,7 @@ class ProbeLosses:
         check_sequence_terms(means, weight)
         self._run.probe = _facts_of(loss, means, weight)
         sums = self._run.sums_of(loss, weight) if is_shared and weight.is_declared else None
-        passes = self._run.passes(loss, weight, sums)
+        passes = self._run.passes(loss, weight)
         divisors = self._run.divisors_of(loss, weight, means, sums)
         _note(
             *(self.counts, loss, weight, means, sums, divisors),

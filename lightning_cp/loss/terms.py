@@ -51,10 +51,10 @@ class LossTerms(NamedTuple):
     """Nodes of values of whole sequences that terms are computed from."""
     between: frozenset[Any] = frozenset()
     """Nodes between the loss and these values, among others; none behind a mean over targets."""
-    scaled: tuple[Any, ...] = ()
-    """Nodes of parameter terms that a tensor without a graph multiplies."""
+    parameters: tuple[Any, ...] = ()
+    """Nodes of terms of parameters."""
     products: tuple[Any, ...] = ()
-    """Nodes at which a value of whole sequences is multiplied by one of a rank's own tokens."""
+    """Nodes at which a value of whole sequences, or of parameters, is multiplied by a rank's own one."""
 
 
 def loss_terms(loss: torch.Tensor) -> LossTerms:
@@ -62,15 +62,17 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
     counts: list[Count] = []
     numbers: list[float] = []
     own_factor = other_terms = False
-    scaled: list[Any] = []
+    parameters: list[Any] = []
     products: list[Any] = []
     shared: list[Any] = []
     linear: list[Any] = []
     ahead: list[Any] = [producing_edge(loss.grad_fn, loss.output_nr)[0]]
+    seen: set[Any] = {None}
     while ahead:
         node = ahead.pop()
-        if node is None:
+        if node in seen:
             continue
+        seen.add(node)
         sources, operator, origin = sources_of(node), operator_of(node), origin_of(node)
         count = count_of(node, operator, origin)
         if count is not None:
@@ -91,11 +93,11 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
                 continue
             if not factors and not is_shared(node):
                 other_terms = True
-                scaled += filter(_is_of_parameters, sources)
+                parameters += filter(_is_of_parameters, sources)
             of_sequence = [x for x in (sources if factors else [node]) if x not in factors]
             if factors:
                 linear.append(node)
-                products += [node] if of_sequence and is_of_sequence(of_sequence) else []
+                products += [node] if of_sequence else []
             shared += of_sequence
             if factors or not _is_of_parameters(node):
                 constants = _constants(node)
@@ -113,7 +115,8 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
     gathered = tuple(x for x in graph_nodes(shared, inputs_of) if is_whole(x))
     between = frozenset((*linear, *graph_nodes(shared, inputs_of)))
     joined = _joined_values(shared)
-    nodes = (joined, gathered, between, tuple(scaled), tuple(products))
+    parameters += filter(_is_of_parameters, shared)
+    nodes = (joined, gathered, between, tuple(dict.fromkeys(parameters)), tuple(products))
     return LossTerms(counts, own_factor, numbers, other_terms, *nodes)
 
 
@@ -199,6 +202,8 @@ LINEAR = {
 }
 """Linear operators, and Python autograd functions that return their input."""
 SCALING = LINEAR | {"Mul", "Div"}
+SELECTIONS = {"Index", "MaskedSelect", "IndexSelect", "MaskedFill", "Where"}
+"""Functions that leave some values out, or replace them by constants."""
 _NLL = ("NllLoss", "NllLoss2D")
 _IDENTITIES = {
     "_DDPSinkBackward",

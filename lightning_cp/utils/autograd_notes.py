@@ -43,7 +43,14 @@ def note_sequence(x: torch.Tensor) -> torch.Tensor:
     elif torch.is_grad_enabled() and x.is_floating_point():
         x = x.detach().requires_grad_().clone()
         note_origin(x, Origin.FROZEN)
+    else:
+        setattr(x, NOTE, Origin.SEQUENCE)
     return x
+
+
+def is_sequence_number(x: torch.Tensor) -> bool:
+    """True for a value of whole sequences without a gradient, such as a number of tokens."""
+    return getattr(x, NOTE, None) is Origin.SEQUENCE or is_frozen(x)
 
 
 def is_frozen(x: torch.Tensor) -> bool:

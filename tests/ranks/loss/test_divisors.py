@@ -100,6 +100,10 @@ COUNTED_RIGHT: dict[str, Way] = {
     "numbers of tokens": lambda loop, batch, x, mask: (
         (loop.logits(batch).square() * mask[..., None]).sum() / (count(loop, mask) * VOCAB)
     ),
+    "row in chosen tokens": lambda loop, batch, x, mask: (
+        of_whole(loop, "sequence_mean", x).exp()[:, None].expand_as(x)[mask].sum()
+        / count(loop, mask)
+    ),
     "numbers of chosen tokens": lambda loop, batch, x, mask: (
         loop.logits(batch)[mask].square().sum() / (mask.sum() * VOCAB) + 0 * count(loop, mask)
     ),
@@ -128,6 +132,8 @@ WHOLE_RIGHT: dict[str, Way] = {
         total(loop, x).sum() / total(loop, mask.double()).sum()
     ),
     "mean": lambda loop, batch, x, mask: of_whole(loop, "sequence_mean", x).mean() / 3,
+    # As many tokens of a row as a rank has of all rows.
+    "sums by sums": lambda loop, batch, x, mask: (total(loop, x) / total(loop, mask)).mean(),
 }
 
 

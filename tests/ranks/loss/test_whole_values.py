@@ -65,6 +65,14 @@ def beside_scaled_parameters(loop: Loop, batch: Batch) -> torch.Tensor:
     return (values * mask).sum() / count(loop, mask) + 0.1 * mask.double().mean() * weight
 
 
+def beside_summed_parameters(loop: Loop, batch: Batch) -> torch.Tensor:
+    """A regulariser in Python's sum, which starts with 0, divided by the count of the tokens."""
+    values, mask = logps(loop, batch), chosen(loop, batch)
+    return ((values * mask).sum() + sum(p.square().sum() for p in loop.model.parameters())) / count(
+        loop, mask
+    )
+
+
 def labelled(rank: int, world_size: int, settings: Settings, way: Any, labels: int) -> None:
     """One step, of a batch whose labels are the first ones of each row; it must not change a weight."""
     loop = Loop(world_size, settings)
@@ -81,14 +89,17 @@ def labelled(rank: int, world_size: int, settings: Settings, way: Any, labels: i
 
 
 @GRIDS
-@pytest.mark.parametrize("way", [beside_labels, beside_counted, beside_scaled_parameters, scaled])
+@pytest.mark.parametrize(
+    "way",
+    [beside_labels, beside_counted, beside_scaled_parameters, beside_summed_parameters, scaled],
+)
 @pytest.mark.parametrize("labels", [0, 2], ids=["no label", "labels on one rank"])
 @pytest.mark.quick(
     "no label-beside_labels-ring 2",
     "*one rank-beside_labels-ring 3",
     "no*_counted-hybrid",
     "no label-scaled-ring 2",
-    "no label-beside_scaled*-ring 2",
+    "no label-beside_s*_parameters-ring 2",
 )
 def test_a_rank_s_own_count_is_refused(
     ranks: int, settings: Settings, way: Any, labels: int
@@ -265,13 +276,21 @@ def rows_in_chosen_tokens(loop: Loop, batch: Batch) -> torch.Tensor:
     return (of_tokens - values * mask).sum() / count(loop, mask) + of_rows
 
 
+def rows_in_a_mean(loop: Loop, batch: Batch) -> torch.Tensor:
+    """A row's value in each of its chosen tokens, whose mean PyTorch takes."""
+    values, mask = logps(loop, batch), chosen(loop, batch)
+    count(loop, mask)
+    rows = of_whole(loop, "sequence_mean", values).exp()
+    return (rows[:, None].expand_as(values) * values.detach().exp())[mask].mean()
+
+
 def times_rows(loop: Loop, batch: Batch) -> torch.Tensor:
     """A model's loss, weighted by a value of whole rows, beside a term of it."""
     mean = of_whole(loop, "sequence_mean", logps(loop, batch)).mean()
     return loop.loss(batch).nan_to_num() * mean.exp() + 0.2 * mean.square()
 
 
-@pytest.mark.parametrize("way", [rows_in_tokens, rows_in_chosen_tokens, times_rows])
+@pytest.mark.parametrize("way", [rows_in_tokens, rows_in_chosen_tokens, rows_in_a_mean, times_rows])
 @GRIDS
 @pytest.mark.quick("*-rows_in_tokens", "ring 3-rows_in_chosen*", "hybrid-times_rows", "ring 2-*")
 def test_products_of_rows_and_tokens(ranks: int, settings: Settings, way: Any) -> None:

@@ -15,7 +15,7 @@ from lightning_cp.loss.derivatives import token_sums
 from lightning_cp.loss.divisors import divisors_of
 from lightning_cp.loss.terms import loss_terms
 from lightning_cp.loss.weighting import count_alike
-from lightning_cp.utils.autograd_notes import Origin, note_origin
+from lightning_cp.utils.autograd_notes import Origin, note_origin, note_sequence
 
 ROWS, LENGTH = 2, 200
 TARGETS = 300
@@ -37,6 +37,23 @@ def doubt(of: Loss, *, alike: bool = True) -> str | None:
     return counts.doubt(None) if counts.has_doubts() else None
 
 
+def at(x: torch.Tensor, number: int) -> torch.Tensor:
+    """Select a few tokens."""
+    return torch.arange(x.numel()).view(x.shape) < number
+
+
+def features(z: torch.Tensor) -> torch.Tensor:
+    """Five numbers of each row, as ``sequence_sum`` returns them."""
+    found = z[:, None] * torch.ones(5)
+    note_origin(found, Origin.SEQUENCE)
+    return found
+
+
+def whole(numbers: list[int]) -> torch.Tensor:
+    """Numbers of whole sequences, as ``sequence_sum`` of a mask returns them."""
+    return note_sequence(torch.tensor(numbers))
+
+
 def doubled(x: torch.Tensor) -> torch.Tensor:
     """A function with 2**30 paths to ``x``."""
     for _ in range(30):
@@ -46,7 +63,14 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
 
 RIGHT: dict[str, Loss] = {
     "whole in many ways": lambda x, z, p: x.sum() / 300 + doubled(z.sum()),
-    "a number over rows": lambda x, z, p: x.sum() / 300 + (400 / z).mean(),
+    "numbers of whole rows": lambda x, z, p: x.sum() / 300 + (z / whole([200, 200])).mean(),
+    "maxima of features": lambda x, z, p: (x[:, :, None] * p)[at(x, 2)].amax(-1).sum() / 300,
+    "norms of features": lambda x, z, p: (x[:, :, None] * p)[at(x, 1)].norm(dim=-1).sum() / 300,
+    "sums of features": lambda x, z, p: (x[:, :, None] * p)[at(x, 1)].exp().sum(-1).sum() / 300,
+    "flat maxima": lambda x, z, p: (
+        (x[:, :, None] * p).flatten(0, 1)[at(x, 2).flatten()].logsumexp(-1).sum() / 300
+    ),
+    "a number over rows": lambda x, z, p: x.sum() / 300 + (500 / z).mean(),
     "no token": lambda x, z, p: (
         x.sum() / 300 + (x[:, :0, None] * torch.ones(5)).sum(-1).sum() / 300
     ),
@@ -91,6 +115,14 @@ WRONG: dict[str, Loss] = {
     "rows in tokens": lambda x, z, p: x.sum() / 300 + (z[:, None] * torch.ones(2, 200)).mean() / 7,
     "too many paths": lambda x, z, p: doubled(x.sum() / 300),
     "whole in many ways": lambda x, z, p: x.sum() / 300 + doubled(z.sum() / 400),
+    "count twice": lambda x, z, p: x.sum() / 300 / torch.tensor(300),
+    "mean by the count": lambda x, z, p: x.flatten()[:300].mean() / 300,
+    "sum times a length": lambda x, z, p: x.sum() / 300 * 200,
+    "whole by numbers of tokens": lambda x, z, p: x.sum() / 300 + features(z).sum() / (400 * 5),
+    "whole times counts of rows": lambda x, z, p: x.sum() / 300 + (z * torch.full((2,), 200)).sum(),
+    "maximum": lambda x, z, p: x.max() / 300,
+    "maxima of rows": lambda x, z, p: x.amax(1).sum() / 300,
+    "maxima of a part": lambda x, z, p: x[:, [3, 5, 7]].amax(1).sum() / 300,
     "parameters": lambda x, z, p: x.sum() / 300 + p.square().sum() / 300,
     "rows within tokens": lambda x, z, p: ((z / 200)[:, None] * torch.ones(2, 200)).sum() / 300,
 }
