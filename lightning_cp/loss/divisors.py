@@ -56,6 +56,11 @@ class Divisor:
     """It is the size of a mean over tokens."""
 
     @property
+    def divides(self) -> bool:
+        """True for what the step divides a term by; not for a mean of the numbers of each token."""
+        return self.operator in SCALES or self.is_of_tokens
+
+    @property
     def is_number(self) -> bool:
         """True for a number of Python that the step multiplies or divides by."""
         return self.operator in SCALES and not isinstance(self.value, torch.Tensor)
@@ -111,7 +116,7 @@ class Divisors:
 
     @property
     def form(self) -> frozenset[tuple[Any, ...]]:
-        """How the loss is written, without numbers."""
+        """The looks of the loss, without numbers."""
         return frozenset(look.without_numbers for look in self.looks)
 
     @cached_property
@@ -161,15 +166,18 @@ class Divisors:
             elif is_looked_at and look.what == BY_TARGETS:
                 is_count = not path[0].is_row_wise and _is_one_of(ends[0], path[0].limit, {targets})
                 found[look] = SHARED_DIVISOR.format(ends[0][0]) if is_count else None
-            elif is_looked_at:
-                is_right = _is_divided(path, ends, targets, {*tokens, targets})
+            elif look.what == OWN and targets > 0:
+                # Ranks whose counts differ compare what does not depend on their numbers of tokens.
+                is_right = _is_divided(path, ends, targets, {*tokens, targets}) or not (
+                    is_looked_at or _has_count(path, ends, tokens)
+                )
                 found[look] = None if is_right else OWN_DIVISOR.format(targets)
         return found
 
 
 OWN_DIVISOR = (
-    "all ranks that have targets count {:g} of them, but a sum of the loss over a rank's tokens is not seen "
-    "to be divided by that number. Divide by the count alone, before other numbers: "
+    "ranks have targets, here {:g}, but a sum of the loss over a rank's tokens is not seen to be divided by "
+    "that number, and by no other number of its tokens. Divide by the count alone, before other numbers: "
     "(values * mask).sum() / count. As it is, "
 )
 """Start of a message that ``ASK`` completes."""
@@ -195,8 +203,8 @@ def _pairs_of(tensors: list[torch.Tensor], numbers: list[float]) -> Iterator[tup
 
 
 def _is_one_of(ends: tuple[float, float], limit: float, counts: Collection[float]) -> bool:
-    """True if a divisor is one of some counts, or its inverse."""
-    values = (ends, (1 / ends[1], 1 / ends[0])) if all(ends) else (ends,)
+    """True if a divisor is one of some counts, or the inverse of one that is no usual coefficient."""
+    values = (ends, (1 / ends[1], 1 / ends[0])) if 0 < min(ends) <= _LEAST_INVERSE else (ends,)
     return any(
         all(abs(x - n) <= limit * n for x in each) for each in values for n in counts if n > 1
     )
@@ -208,7 +216,7 @@ def _is_divided(
     """True if some divisors of a path multiply to the targets, and no other one is a count."""
     limit = max((x.limit for x in path), default=0.0)
     every = [
-        (abs(each[0]), x.operator in SCALES or x.is_of_tokens)
+        (abs(each[0]), x.divides)
         for each, x in zip(ends, path, strict=True)
         if each != (1, 1) and abs(each[1] - each[0]) <= limit * abs(each[0])
     ]
@@ -220,6 +228,11 @@ def _is_divided(
             if not any(scales and _is_one_of((x, x), limit, counts) for x, scales in others):
                 return True
     return False
+
+
+def _has_count(path: Path, ends: Sequence[tuple[float, float]], counts: Collection[float]) -> bool:
+    pairs = zip(path, ends, strict=True)
+    return any(x.divides and _is_one_of(each, x.limit, counts) for x, each in pairs)
 
 
 _MOST = 8

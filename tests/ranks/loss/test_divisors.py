@@ -233,7 +233,7 @@ def test_right_divisors_equal_one_process(ranks: int, settings: Settings, way: s
 def test_one_check_answers(checked: bool) -> None:
     if not checked:
         match = (
-            "have targets count 24 of them.*not seen to be divided by.*fabric.strategy.check_parity"
+            "ranks have targets, here 24, .*not seen to be divided by.*fabric.strategy.check_parity"
         )
         expect_on_every_rank(2, steps, RING, "half", error=ConfigError, match=match)
         return
@@ -294,7 +294,7 @@ def test_the_trainer_s_check_answers() -> None:
 @pytest.mark.parametrize("automatic", [True, False])
 def test_a_trainer_without_a_check_asks(automatic: bool) -> None:
     settings = {**RING, "parity_check": "off"}
-    match = "have targets count 24 of them.*not seen to be divided by.*parity_check"
+    match = "ranks have targets, here 24, .*not seen to be divided by.*parity_check"
     expect_on_every_rank(*(2, fitted, settings, 2.0, automatic), error=ConfigError, match=match)
 
 

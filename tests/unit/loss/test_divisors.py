@@ -142,6 +142,8 @@ def test_other_counts_are_compared_and_not_in_doubt() -> None:
     assert doubt(WRONG["rows"], alike=False) is None
     assert doubt(WRONG["a whole sum"], alike=False) is None
     assert doubt(WRONG["whole by the tokens"], alike=False) is not None
+    assert doubt(lambda x, z, p: x.mean() / 300, alike=False) is not None
+    assert doubt(lambda x, z, p: x.sum() / 600, alike=False) is None
 
 
 def test_a_loss_that_is_written_like_a_right_one_may_meet_a_count_by_chance() -> None:
