@@ -117,6 +117,8 @@ class TargetCounts:
         """Known ratios between factors of losses by hand and the weights of their ranks."""
         self.clear = set[Form]()
         """Forms of divisors of shared terms that were in no doubt."""
+        self.in_doubt = set[Form]()
+        """Forms of divisors that were in doubt in the last vote."""
         self.exact = set[Form]()
         """Forms, without numbers, of divisors of losses that a check found exact."""
         self.are_asked = False
@@ -226,6 +228,7 @@ class TargetCounts:
         taken._refusals, self._refusals = self._refusals, []
         taken._shared, self._shared = self._shared, []
         taken._ratios, taken.clear, taken.exact = self._ratios, self.clear, self.exact
+        taken.in_doubt = self.in_doubt
         taken.are_asked, self.are_asked = self.are_asked, False
         taken.asks, self.asks = self.asks, False
         return taken
@@ -281,12 +284,14 @@ class TargetCounts:
         looked = [pair for each in self._shared for pair in each.doubts.items()]
         shared = [look for look, said in looked if look.what != OWN and said is None]
         self.clear |= {(look.what, look.written) for look in shared}
-        return any(self._own_doubts)
+        self.in_doubt.clear()
+        self.in_doubt.update((look.what, look.written) for look in self._own_doubts)
+        return bool(self.in_doubt)
 
     @property
-    def _own_doubts(self) -> list[str]:
+    def _own_doubts(self) -> dict[Look, str]:
         looked = [pair for each in self._shared for pair in each.doubts.items()]
-        return [said for look, said in looked if said is not None and self._asks_about(look)]
+        return {look: said for look, said in looked if said is not None and self._asks_about(look)}
 
     def checked_forms(self, *, weighs_alike: bool) -> set[Form]:
         """Return the forms, without numbers, that a check of these losses clears.
@@ -306,7 +311,7 @@ class TargetCounts:
 
     def doubt(self, group: dist.ProcessGroup | None) -> str | None:
         """Return the start of a message about the first doubtful divisor of any rank. Collective."""
-        every = gather_objects(self._own_doubts[:1], group)
+        every = gather_objects(list(self._own_doubts.values())[:1], group)
         return next(chain.from_iterable(every), None)
 
     def shared_difference(self, group: dist.ProcessGroup, sample_size: int) -> str | None:

@@ -28,6 +28,7 @@ from lightning_cp.loss.terms import (
     SELECTIONS,
     LossTerms,
     constants_of,
+    count_of,
     is_shared,
     is_trained,
     is_whole,
@@ -36,7 +37,7 @@ from lightning_cp.loss.terms import (
     sources_of,
 )
 from lightning_cp.randomness.token_draws import find_token_dims
-from lightning_cp.utils.autograd_notes import Count, is_sequence_number
+from lightning_cp.utils.autograd_notes import Count, is_sequence_number, origin_of
 
 
 @dataclass(eq=False)
@@ -216,7 +217,7 @@ def _is_divided(
     """True if some divisors of a path multiply to the targets, and no other one is a count."""
     limit = max((x.limit for x in path), default=0.0)
     every = [
-        (abs(each[0]), x.divides)
+        (abs(each[0]), x.divides and not (x.is_number and _is_coefficient(each[0])))
         for each, x in zip(ends, path, strict=True)
         if each != (1, 1) and abs(each[1] - each[0]) <= limit * abs(each[0])
     ]
@@ -302,8 +303,12 @@ def _own_paths(
         if not is_below and node in means:
             if node not in sizes:
                 sizes[node] = _sizes_at(node, means[node], rows * local_len)
+            path = (*path, *sizes[node])
             below = [x for x in sources if not is_shared(x)] if len(sources) > 1 else sources
-            ahead += [(x, (*path, *sizes[node]), True) for x in below]
+            if count_of(node, operator_of(node), origin_of(node)) is None:
+                ahead += [(x, path, True) for x in below]
+            else:
+                found[path] = None
         elif is_below and (
             len(sources) != 1
             or operator_of(node) not in SCALING | SELECTIONS
@@ -404,6 +409,11 @@ def _has_coefficient(node: Any) -> bool:
 
 
 _LEAST_INVERSE = 0.01
+
+
+def _is_coefficient(x: float) -> bool:
+    """True for a usual coefficient, or a number of accumulated batches; not a number of tokens."""
+    return _LEAST_INVERSE < abs(x) < 1 / _LEAST_INVERSE
 
 
 def _divisor_at(node: Any, most: int) -> Divisor | None:

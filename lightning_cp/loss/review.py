@@ -50,7 +50,8 @@ class RunLosses:
     @property
     def findings(self) -> tuple[Any, ...]:
         """A copy of what checks have found."""
-        return set(self.exact_zeros), self.follows_factors, set(self.counts.exact)
+        counts = self.counts
+        return set(self.exact_zeros), self.follows_factors, set(counts.exact), set(counts.clear)
 
     def forget_model(self) -> None:
         """Forget the checks of another model's steps."""

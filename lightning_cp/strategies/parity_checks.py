@@ -148,6 +148,11 @@ class TrainerParity:
         before = self._runtime.losses.findings
         with self._runtime.between_steps(), torch.enable_grad():
             self._check(self._candidates[due[0][1]])
+        if self._runtime.losses.question is None:
+            counts = (
+                self._runtime.losses.counts
+            )  # as the run divides them, by accumulated batches too
+            counts.clear |= {x for own in gather_objects(list(counts.in_doubt), group) for x in own}
         if self._runtime.losses.findings == before and self._runtime.losses.question is None:
             self._skip("run again for it, the step had a loss of a known kind, or declared it")
 

@@ -275,7 +275,11 @@ class Dividing(ContextParallelMixin, Small):
 
 
 def fitted(
-    rank: int, world_size: int, settings: Settings | None, times: float, automatic: bool = True
+    rank: int,
+    world_size: int,
+    settings: Settings | None,
+    times: float,
+    automatic: bool = True,
 ) -> torch.Tensor:
     module = Dividing(times, automatic)
     rows = [{"input_ids": sample["input_ids"][:24]} for sample in samples(6)]
@@ -288,6 +292,33 @@ def fitted(
 def test_the_trainer_s_check_answers() -> None:
     (want,) = run_ranks(1, fitted, None, 2.0)
     for got in run_ranks(2, fitted, RING, 2.0):
+        close(got, want)
+
+
+def fitted_by_number(rank: int, world_size: int, settings: Settings | None) -> torch.Tensor:
+    """The number of accumulated batches is that of a rank's targets."""
+    module = FewTargets()
+    rows = [{"input_ids": sample["input_ids"][:24]} for sample in samples(8)]
+    loader: Any = DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+    given = None if settings is None else {**settings, "labels": "none"}
+    trainer_of(world_size, given, accumulate_grad_batches=4).fit(module, loader)
+    return weights(module)
+
+
+class FewTargets(ContextParallelMixin, Small):
+    """A mean over two tokens of each row on each of two ranks."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        ids = batch["input_ids"]
+        values = self.logits(batch).log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)
+        at = batch.get("position_ids", torch.arange(24)[None]).expand(ids.shape)
+        mask = at % 6 == 5
+        return (values * mask).sum() / self.count_targets(mask)
+
+
+def test_accumulated_batches_may_be_as_many_as_targets() -> None:
+    (want,) = run_ranks(1, fitted_by_number, None)
+    for got in run_ranks(2, fitted_by_number, {**RING, "parity_check": "off"}):
         close(got, want)
 
 
