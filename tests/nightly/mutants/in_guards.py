@@ -196,7 +196,7 @@ GUARD_MUTANTS = (
         "elif is_looked_at and look.what == BY_TARGETS:",
         "elif False and look.what == BY_TARGETS:",
         (
-            f"{DIVISORS}a_sum_that_its_count_does_not_divide_is_asked_about[a whole sum by it-none-ring 2]",
+            f"{DIVISORS}a_sum_that_its_count_does_not_divide_is_asked_about[a whole sum by a third-none-ring 2]",
         ),
         "A sum of rows over what count_targets returned is larger by the number of ranks.",
     ),
@@ -221,8 +221,8 @@ GUARD_MUTANTS = (
         "lightning_cp/parity/check.py",
         "counts.exact |= {x for of_rank in forms for x in of_rank}",
         "counts.exact |= set(forms[group.rank()])",
-        (f"{DIVISORS}all_ranks_know_what_a_check_found",),
-        "Some ranks raise, and others wait for them.",
+        (f"{DIVISORS}a_check_answers_for_samples_of_other_ranks",),
+        "A loss that a check found exact is refused, once another rank's sample is in doubt.",
     ),
     Mutant(
         "ranks without targets count unlike the others",

@@ -64,6 +64,9 @@ COUNTED_WRONG: dict[str, Way] = {
         + 0 * count(loop, mask)
     ),
     "a whole sum by it": lambda loop, batch, x, mask: total(loop, x).sum() / count(loop, mask),
+    "a whole sum by a third": lambda loop, batch, x, mask: (
+        total(loop, x).sum() / count(loop, mask & (torch.arange(x.shape[1]) % 3 == 0))
+    ),
     "a whole sum by the mask": lambda loop, batch, x, mask: (
         x.sum() / count(loop, mask) + total(loop, x, mask).sum() / mask.sum()
     ),
@@ -400,6 +403,9 @@ def test_each_loss_is_looked_at(ranks: int, way: Any) -> None:
     expect_on_every_rank(ranks, later, settings, way, error=ConfigError, match=match)
 
 
+BY_DATA: Settings = {**RING, "data_parallel_size": 2, "layout": "contiguous"}
+
+
 class ByShares(ContextParallelMixin, Small):
     """From its second step on an exact loss that is not seen to be one, where ranks count alike."""
 
@@ -425,10 +431,43 @@ def fitted_by_shares(rank: int, world_size: int, settings: Settings) -> torch.Te
 
 def test_all_ranks_know_what_a_check_found() -> None:
     """Only the first of two samples is in doubt."""
-    settings = {**RING, "data_parallel_size": 2, "layout": "contiguous"}
-    first, *others = run_ranks(4, fitted_by_shares, settings)
+    first, *others = run_ranks(4, fitted_by_shares, BY_DATA)
     for got in others:
         close(got, first)
+
+
+def checked_by_halves(rank: int, world_size: int, settings: Settings | None) -> torch.Tensor:
+    """Data rank 0 halves the loss of the first step, data rank 1 that of the second.
+
+    The check runs in the first step. One process has the rows of both, which are the same.
+    """
+    loop = Loop(world_size, None if settings is None else {**settings, "labels": "none"})
+    strategy: Any = loop.fabric.strategy
+    try:
+        for step, whole in enumerate(loop.batches(4, use_distributed_sampler=False)):
+            cut = {"input_ids": whole["input_ids"][:, :24]}
+
+            def loss(batch: Batch, step: int = step) -> torch.Tensor:
+                x = logps(loop, batch)
+                if not loop.parallel:
+                    return x.mean() * 0.75
+                times = 2 if strategy.mesh.data_rank == step else 1
+                return x.sum() / (times * count(loop, torch.ones_like(x, dtype=torch.bool)))
+
+            if loop.parallel and not step:
+                strategy.check_parity(cut, loss)
+            loop.fabric.backward(loss(loop.shard(cut)))
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    finally:
+        loop.end()
+    return weights(loop.model)
+
+
+def test_a_check_answers_for_samples_of_other_ranks() -> None:
+    (want,) = run_ranks(1, checked_by_halves, None)
+    for got in run_ranks(4, checked_by_halves, {**RING, "data_parallel_size": 2}):
+        close(got, want)
 
 
 class ByLength(ContextParallelMixin, Small):
