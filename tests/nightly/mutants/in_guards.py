@@ -196,7 +196,7 @@ GUARD_MUTANTS = (
         "elif is_looked_at and look.what == BY_TARGETS:",
         "elif False and look.what == BY_TARGETS:",
         (
-            f"{DIVISORS}a_sum_that_its_count_does_not_divide_is_asked_about[a whole sum by a third-none-ring 2]",
+            f"{DIVISORS}a_sum_that_its_count_does_not_divide_is_asked_about[a whole sum by some-none-ring 2]",
         ),
         "A sum of rows over what count_targets returned is larger by the number of ranks.",
     ),

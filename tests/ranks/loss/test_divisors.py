@@ -64,7 +64,7 @@ COUNTED_WRONG: dict[str, Way] = {
         + 0 * count(loop, mask)
     ),
     "a whole sum by it": lambda loop, batch, x, mask: total(loop, x).sum() / count(loop, mask),
-    "a whole sum by a third": lambda loop, batch, x, mask: (
+    "a whole sum by some": lambda loop, batch, x, mask: (
         total(loop, x).sum() / count(loop, mask & (torch.arange(x.shape[1]) % 3 == 0))
     ),
     "a whole sum by the mask": lambda loop, batch, x, mask: (
