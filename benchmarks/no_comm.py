@@ -18,7 +18,7 @@ from lightning_cp.attention import ring
 from lightning_cp.attention.function import ContextParallelAttention
 from lightning_cp.attention.plan import AttentionPlan, make_plan
 from lightning_cp.bench.methods import AttentionCase, ContextParallelMethod
-from lightning_cp.comm.ring import Transfer
+from lightning_cp.comm.transfer import Transfer
 from lightning_cp.kernels.protocol import Kernel
 from lightning_cp.mesh import ContextParallelMesh
 

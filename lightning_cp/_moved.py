@@ -60,13 +60,15 @@ MOVED = {
     "lightning_cp.parity.uneven": "lightning_cp.parity.batches",
     "lightning_cp.profile.trace": "lightning_cp.profile.timeline",
     "lightning_cp.profile.summary": "lightning_cp.profile.report",
-    "lightning_cp.throughput.options": "lightning_cp.throughput.work",
+    "lightning_cp.throughput.options": "lightning_cp.throughput.step_flops",
     "lightning_cp.batch.declarations": "lightning_cp.batch.read",
     "lightning_cp.batch.shard": "lightning_cp.batch.sharder",
     "lightning_cp.batch.undeclared": "lightning_cp.batch.read",
     "lightning_cp.bench.report": "lightning_cp.bench.suites",
     "lightning_cp.kernels.aten_cpu": "lightning_cp.kernels.aten",
     "lightning_cp.kernels.aten_cuda": "lightning_cp.kernels.aten",
+    "lightning_cp.comm.ring": "lightning_cp.comm.transfer",
+    "lightning_cp.throughput.work": "lightning_cp.throughput.step_flops",
 }
 """Old name -> present name, of a module or of a package with all that is in it."""
 

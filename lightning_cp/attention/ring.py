@@ -19,7 +19,7 @@ import torch
 from lightning_cp.attention.keys import KeyGradients, KeyGradientSums, Keys, kernel_keys
 from lightning_cp.attention.plan import AttentionPlan
 from lightning_cp.attention.sinks import AttentionResult, finish_attention
-from lightning_cp.comm.ring import Transfer, start_transfer
+from lightning_cp.comm.transfer import Transfer, start_transfer
 from lightning_cp.kernels.merge import Accumulator, GradientSum, GradientSums
 from lightning_cp.kernels.protocol import QKV, Output, accumulate_dtype
 from lightning_cp.layout.axes import Axis

@@ -307,7 +307,7 @@ def layout_of(
         kind = cast(LayoutKind, rule.kind)
         choice = LayoutChoice(SequenceLayout(*sizes, kind, documents, rule.mask), "as set")
     if not rules.padding:
-        choice.layout.require_unpadded()
+        choice.layout.check_unpadded()
     return choice
 
 

@@ -20,7 +20,7 @@ from lightning_cp.bench.timers import cpu_of_all, measure_on_ranks, wall_of_slow
 from lightning_cp.comm.all_gather import start_all_gather, start_reduce_scatter
 from lightning_cp.comm.all_to_all import scatter_heads
 from lightning_cp.comm.reduce import all_sum
-from lightning_cp.comm.ring import start_transfer
+from lightning_cp.comm.transfer import start_transfer
 from lightning_cp.layout.axes import Axis, Flat
 from lightning_cp.mesh import ContextParallelMesh
 

@@ -106,7 +106,8 @@ class _PlainConverter:
 
     def make(self, value: Any, place: Place) -> Any:
         if isinstance(value, torch.Tensor):
-            return _check_dense(value, place).detach()
+            _check_dense(value, place)
+            return value.detach()
         if type(value) in (*_ATOMS, torch.Size):
             return value
         special = self._special(value, place)
@@ -154,7 +155,7 @@ class _PlainConverter:
         return made
 
 
-def _check_dense(value: torch.Tensor, place: Place) -> torch.Tensor:
+def _check_dense(value: torch.Tensor, place: Place) -> None:
     if value.layout != torch.strided:
         raise CheckpointError(
             f"{dotted(place)} is a tensor with layout {value.layout}, and checkpoints hold dense ones. Keep "
@@ -165,7 +166,6 @@ def _check_dense(value: torch.Tensor, place: Place) -> torch.Tensor:
             f"{dotted(place)} is on the meta device, so it has no values to be saved. Keep it out of the "
             "state, or load it first."
         )
-    return value
 
 
 def _kind_of(value: Any, place: Place) -> tuple[str | None, Any]:

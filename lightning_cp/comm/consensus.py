@@ -376,8 +376,8 @@ def check_equal(
     what: str,
     error: Exception | None = None,
     remedy: str | None = None,
-) -> list[Facts]:
-    """Check that all ranks have the same facts; return those of every rank.
+) -> None:
+    """Check that all ranks have the same facts.
 
     Args:
         facts: of this rank.
@@ -390,11 +390,9 @@ def check_equal(
         BatchMismatchError: a fact differs, or ranks are at different calls.
         RankFailure: another rank has an error; carries its text. The rank itself raises its own.
     """
-    if all_equal((what, facts), group, dissents=error is not None):
-        return [facts] * group.size()
-    every = gather_facts(facts, group, what=what, error=error)
-    check_gathered(every, group, what=what, remedy=remedy)
-    return every
+    if not all_equal((what, facts), group, dissents=error is not None):
+        every = gather_facts(facts, group, what=what, error=error)
+        check_gathered(every, group, what=what, remedy=remedy)
 
 
 def check_gathered(

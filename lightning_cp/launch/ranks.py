@@ -135,7 +135,7 @@ def _check_external(launcher: Launcher, devices: int, num_nodes: int) -> None:
             f"{launcher.world_size}={world_size} processes were started by {launcher.name}, but "
             f"{_devices_text(devices, num_nodes)}. Start them with {start}, or change devices and num_nodes."
         )
-    _check_local(launcher.local_rank, devices)
+    _check_local(launcher.local_rank, _number(launcher.local_rank), devices)
     if launcher.per_node in os.environ and (here := _number(launcher.per_node)) != devices:
         raise ConfigError(
             f"{launcher.per_node}={here} processes were started on each node by {launcher.name}, but "
@@ -157,7 +157,8 @@ def _check_own(start_method: str, devices: int, num_nodes: int) -> None:
     if "LOCAL_RANK" not in os.environ:
         _check_known_launcher()
         return
-    local_rank = _check_local("LOCAL_RANK", devices)
+    local_rank = _number("LOCAL_RANK")
+    _check_local("LOCAL_RANK", local_rank, devices)
     world_size = _number("WORLD_SIZE", default=devices * num_nodes)
     if world_size != devices * num_nodes:
         raise ConfigError(
@@ -172,14 +173,12 @@ def _check_own(start_method: str, devices: int, num_nodes: int) -> None:
         )
 
 
-def _check_local(name: str, devices: int) -> int:
-    local_rank = _number(name)
+def _check_local(name: str, local_rank: int, devices: int) -> None:
     if not 0 <= local_rank < devices:
         raise ConfigError(
             f"{name}={local_rank}, but devices={devices}: the ranks of a node go from 0 to {devices - 1}. "
             "devices is the number of processes on each node."
         )
-    return local_rank
 
 
 def _check_nodes_can_meet(num_nodes: int) -> None:

@@ -142,7 +142,7 @@ class SequenceLayout:
         """Tokens of one context-parallel rank."""
         return self.padded_len // self.cp_size
 
-    def require_unpadded(self) -> None:
+    def check_unpadded(self) -> None:
         """Check that the length needs no padding.
 
         Raises:
@@ -178,7 +178,8 @@ class SequenceLayout:
 
     @torch.inference_mode(False)  # validation may ask first, and autograd saves it in training
     def _make_positions(self, cp_rank: int) -> torch.Tensor:
-        return torch.cat([torch.arange(*run) for run in self._runs[self._check_rank(cp_rank)]])
+        self._check_rank(cp_rank)
+        return torch.cat([torch.arange(*run) for run in self._runs[cp_rank]])
 
     @cached_property
     def _positions(self) -> dict[int, torch.Tensor]:
@@ -189,7 +190,8 @@ class SequenceLayout:
         """Count the local tokens that are not padding; they come first."""
         if self.padded_len == self.seq_len:
             return self.local_len
-        runs = self._runs[self._check_rank(cp_rank)]
+        self._check_rank(cp_rank)
+        runs = self._runs[cp_rank]
         return sum([max(0, min(end, self.seq_len) - start) for start, end in runs])
 
     def count_by_rank(self, per_token: torch.Tensor) -> tuple[int, ...]:
@@ -284,13 +286,12 @@ class SequenceLayout:
             return best_assignment(*sizes, documents, self.mask)
         return assign_chunks(*sizes, documents, self.mask, self.chunks)
 
-    def _check_rank(self, cp_rank: int) -> int:
+    def _check_rank(self, cp_rank: int) -> None:
         if not 0 <= cp_rank < self.cp_size:
             raise ConfigError(
                 f"cp_rank must be in 0..{self.cp_size - 1}, got {cp_rank}. "
                 "Take the rank from the mesh: mesh.cp_rank."
             )
-        return cp_rank
 
     def check_shard(self, x: torch.Tensor, dim: int = 1) -> None:
         """Check that a tensor has the tokens of one rank along ``dim``.

@@ -239,7 +239,8 @@ class TargetCounts:
 
         Waits for the device once, for the norms of all losses.
         """
-        SharedValues.read([each for each in self._shared if each.is_followed])
+        if followed := [each for each in self._shared if each.is_followed]:
+            SharedValues.read(followed)
         nothing: tuple[list[str], ...] = ([], [], [], [], [])
         shared = [
             (*each.votes, each.factors_by(self._ratios)) if each.is_followed else nothing
@@ -281,10 +282,12 @@ class TargetCounts:
 
         Divisors of shared terms may meet a count in a later step, by chance.
         """
+        self.in_doubt.clear()
+        if all(each.divisors is None for each in self._shared):
+            return False
         looked = [pair for each in self._shared for pair in each.doubts.items()]
         shared = [look for look, said in looked if look.what != OWN and said is None]
         self.clear |= {(look.what, look.written) for look in shared}
-        self.in_doubt.clear()
         self.in_doubt.update((look.what, look.written) for look in self._own_doubts)
         return bool(self.in_doubt)
 

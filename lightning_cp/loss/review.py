@@ -97,8 +97,9 @@ class RunLosses:
     def divisors_of(
         self, loss: torch.Tensor, weight: StepLoss, means: LossTerms, sums: TokenSums | None
     ) -> Divisors | None:
-        """Return the divisors of a loss; ``None``: a check found it exact, or ranks share no sequence."""
-        if self.exact_zeros or weight.has_whole_rows:
+        """Return the divisors of a loss; ``None``: it has none to look at, or a check found it exact."""
+        is_of_means = sums is None and not means.between
+        if self.exact_zeros or weight.has_whole_rows or is_of_means:
             return None
         found = divisors_of(loss, means, sums, weight.rows, weight.local_len)
         found.alike = weight.ranks_count_alike

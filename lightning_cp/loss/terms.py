@@ -253,7 +253,7 @@ def _wide_sum(x: torch.Tensor) -> torch.Tensor:
 
 def sources_of(node: Any) -> list[Any]:
     """Return the nodes that computed the inputs of this one; values of frozen layers count as numbers do."""
-    return [x for x in _all_sources(node) if origin_of(x) is not Origin.FROZEN]
+    return [x for x in _all_sources(node) if x.metadata.get(NOTE) is not Origin.FROZEN]
 
 
 def _all_sources(node: Any) -> list[Any]:

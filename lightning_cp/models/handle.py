@@ -195,11 +195,6 @@ class SwapHandle:
         return self.ranks.mesh
 
     @property
-    def checks(self) -> RankChecks:
-        """Checks of this rank's tokens."""
-        return self.ranks.checks
-
-    @property
     def active(self) -> bool:
         """True if a context-parallel step is active."""
         return self.state is not None
@@ -234,7 +229,7 @@ class SwapHandle:
         self.scopes.clear()
         if self.collector is not None:
             self.collector.forget_calls()
-        self.checks.clear()
+        self.ranks.checks.clear()
         end_attention_step(self)
         self._step_patches.end()
 
@@ -287,7 +282,7 @@ class SwapHandle:
         state = self.state
         assert state is not None
         q, k, v = cast_as_autocast(q_BLHD, k_BLKD, v_BLKD)
-        self.checks.flush_before_data()
+        self.ranks.checks.flush_before_data()
         self.progress()
         inputs = AttentionInputs(q, k, v, spec)
         collector, ranks = self.collector, self.ranks
@@ -368,7 +363,7 @@ class SwapHandle:
         self, make: Callable[[], AttentionPlan], request: Request, spec: AttentionSpec
     ) -> AttentionPlan:
         """Make the plan of a new kind of call, which has to be the same on all ranks."""
-        made = self.checks.run(
+        made = self.ranks.checks.run(
             "an attention call",
             make,
             facts=lambda _: {"attention": spec.kind},
@@ -386,7 +381,7 @@ class SwapHandle:
         call = ("of a pass", *_plan_key(spec, q, k, v))
         if call not in state.plans:
             make = partial(make_scores_plan, inputs, self.mesh, state.layout, self.ranks.exchange)
-            state.plans[call] = spec, self.checks.run("a pass for the largest scores", make)
+            state.plans[call] = spec, self.ranks.checks.run("a pass for the largest scores", make)
         return state.plans[call][1]
 
     def check_intercepted(self, model: nn.Module) -> None:
@@ -417,7 +412,7 @@ class SwapHandle:
         """
         if self.state is None or self.mesh.sample_size == 1:
             return
-        self.checks.flush()
+        self.ranks.checks.flush()
         needs = self.state.need_gradients
         if self.state.compared == len(needs):  # attention calls are made together
             return

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.comm.ring import PendingMessage, post_all_to_all, post_broadcast
+from lightning_cp.comm.transfer import PendingMessage, post_all_to_all, post_broadcast
 from lightning_cp.errors import ConfigError
 from lightning_cp.optim.newton_schulz import learning_rate_scale, orthogonalise
 from lightning_cp.optim.placement import Grids

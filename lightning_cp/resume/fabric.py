@@ -140,7 +140,7 @@ class RunState:
         """Record an optimizer step: all batches read so far are used."""
         self._begun = None
 
-    def has_stepped(self, optimizer: Optimizer) -> None:
+    def note_step(self, optimizer: Optimizer) -> None:
         """Record the step of any optimizer, also one that Fabric was not given, if it holds a tracked
         parameter."""
         if not any(known() is optimizer for known in self._optimizers):
@@ -167,7 +167,7 @@ def _follow_steps(state: RunState) -> None:
     def after_step(optimizer: Optimizer, *_: Any) -> None:
         state = known()
         if state is not None:
-            state.has_stepped(optimizer)
+            state.note_step(optimizer)
 
     weakref.finalize(state, register_optimizer_step_post_hook(after_step).remove)
 

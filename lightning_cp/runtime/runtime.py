@@ -195,8 +195,10 @@ class ContextParallelRuntime:
                 batch, self.binding.rules, positions=self.binding.adds_positions
             )
         try:
+            self._begin_recording(needs_labels=needs_labels)
             before = self.step.part
-            self.step = self.prepare(batch, needs_labels=needs_labels, before=before, device=device)
+            step = self.prepare(batch, needs_labels=needs_labels, before=before, device=device)
+            self.enter(step)
         except BaseException:
             if not self.is_sharded(batch):  # with its own shard, the current step continues
                 self.step = self._new_step()
@@ -211,7 +213,7 @@ class ContextParallelRuntime:
         before: ShardedBatch | None = None,
         device: torch.device | None = None,
     ) -> StepContext:
-        """Shard a batch for a step that begins later; the current step is not affected.
+        """Return the step of a batch that begins later, by ``enter``; the current step stays as it is.
 
         Args:
             batch: the whole batch, the same on every rank of the cp group.
@@ -226,25 +228,30 @@ class ContextParallelRuntime:
         binding, records = self.binding, self.records
         if binding.handle is None:
             raise ConfigError(_NO_MODEL)
-        mesh = self.meshes.mesh
-        if needs_labels and mesh.cp_size > 1:
-            records.recorder.begin(mesh)
         with profile_range("shard batch"):
             sharding = shard_batch_checked(
                 batch,
                 binding.rules,
                 binding.layout_rule,
-                mesh,
+                self.meshes.mesh,
                 training=needs_labels,
                 together=needs_labels or self.settings.forward_is_shared,
                 before=before,
                 draws=None if records.is_probe else binding.draws,
                 device=device,
             )
-        self._note_layout(sharding.choice)
         self._warn_if_shifted_twice(batch)
         records.batches += 1
         return self._new_step(sharding)
+
+    def enter(self, step: StepContext) -> None:
+        """Make a step the current one."""
+        self.step = step
+        self._note_layout(step.layout_choice)
+
+    def _begin_recording(self, *, needs_labels: bool) -> None:
+        if needs_labels and self.binding.handle is not None and self.meshes.mesh.cp_size > 1:
+            self.records.recorder.begin(self.meshes.mesh)
 
     def _new_step(self, sharding: Sharding | None = None) -> StepContext:
         """Make the step of a batch, or a plain one for code outside of steps."""

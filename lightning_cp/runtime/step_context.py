@@ -79,6 +79,7 @@ class StepContext:
         self._sequences: SequenceTokens | None = None
         self.whole_batch: Any = None
         """The batch of a step that shares no sample."""
+        self.layout_choice = None if sharding is None else sharding.choice
         if sharding is not None:
             self.part, self.trains = sharding.part, sharding.trains
             self._positions = sharding.positions
@@ -189,14 +190,14 @@ class StepContext:
     def gathering(self) -> AbstractContextManager[None]:
         """A block at whose end ranks agree, also on the result of ``pop_findings``."""
         handle = self._binding.handle
-        return nullcontext() if handle is None else handle.checks.deferring()
+        return nullcontext() if handle is None else handle.ranks.checks.deferring()
 
     def pop_findings(self) -> PendingFindings:
         """Remove and return findings that are unknown to other ranks."""
         handle, state = self._binding.handle, self.state
         if handle is None or state is None:
             return PendingFindings()
-        waiting, needs = handle.checks.pop(), list(state.need_gradients)
+        waiting, needs = handle.ranks.checks.pop(), list(state.need_gradients)
 
         def compared() -> None:
             state.compared = len(needs)
@@ -208,12 +209,12 @@ class StepContext:
     def pop_refused(self) -> Exception | None:
         """Return this rank's error if all ranks that share a sample know that the step failed."""
         handle = self._binding.handle
-        return None if handle is None else handle.checks.pop_error()
+        return None if handle is None else handle.ranks.checks.pop_error()
 
     def before_data(self) -> None:
         """Send the results of checks, before ranks exchange data."""
         if self._binding.handle is not None:
-            self._binding.handle.checks.flush_before_data()
+            self._binding.handle.ranks.checks.flush_before_data()
 
     # -- values over the ranks that share a sample -----------------------------------------------------------
 
@@ -298,7 +299,7 @@ class StepContext:
         if self.part is None or handle is None:
             return x
         layout = self.part.layout
-        handle.checks.run(
+        handle.ranks.checks.run(
             "unshard",
             partial(layout.check_shard, x, dim),
             facts=lambda _: facts_of_unshard(x, dim),
@@ -348,11 +349,11 @@ class StepContext:
         tokens = self._own_sequences(self.part, x.device)
         if counted is not None:
             check = partial(tokens.check_mask, counted)
-            handle.checks.run(f"a mask of {name}", check)
+            handle.ranks.checks.run(f"a mask of {name}", check)
             whole = self.mesh.unshard((counted != 0).byte(), self.part.layout)
             tokens = self._sequences_of(self.part, whole, x.device)
         facts, remedy = PartialSums.facts, SAME_ARGUMENTS
-        own = handle.checks.run(name, partial(of, tokens), facts=facts, remedy=remedy)
+        own = handle.ranks.checks.run(name, partial(of, tokens), facts=facts, remedy=remedy)
         return own.over(self.mesh.group(Flat.CP))
 
     def _own_sequences(self, part: ShardedBatch, device: torch.device) -> SequenceTokens:
@@ -446,7 +447,7 @@ class StepContext:
         if self.loss is None or self._binding.handle is None or state is None:
             count = declared_count(counted)
         else:
-            count = self._binding.handle.checks.run(
+            count = self._binding.handle.ranks.checks.run(
                 "count_targets", partial(self.loss.checked_count, counted)
             )
             self.loss.declare(count)
@@ -455,11 +456,11 @@ class StepContext:
             state.counted = count
         return divisor(count)
 
-    def own_loss(self, loss: torch.Tensor) -> torch.Tensor | None:
+    def local_loss(self, loss: torch.Tensor) -> torch.Tensor | None:
         """Return this rank's loss, given the loss that callbacks see; ``None`` on a rank without targets."""
         return loss if self.loss is None else self.loss.local_loss(loss)
 
-    def shown_loss(self, loss: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def global_loss(self, loss: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return the loss for callbacks, with one process's ``value`` and this rank's gradient."""
         return loss if self.loss is None else self.loss.global_loss(loss, value)
 

@@ -556,7 +556,7 @@ class ContextParallelStrategy:
         """Note a loss before its backward; without gradients, drop the notes of a failed window."""
         if self._vote.has_records and not self._has_gradients(optimizers):
             self._vote.forget()
-        self._vote.note_loss(self.runtime.step.own_loss(loss))
+        self._vote.note_loss(self.runtime.step.local_loss(loss))
 
     def _has_gradients(self, optimizers: Iterable[Optimizer]) -> bool:
         groups = (group for each in optimizers for group in each.param_groups)

@@ -74,7 +74,7 @@ class FabricCheckpoints:
         check_same_states(
             World(),
             local_path(path) if elsewhere is None else Path(path),
-            lambda: _require_mapping(state),
+            lambda: _mapping_of(state),
             (nn.Module, Optimizer, _Stateful),
         )
         modules, optimizers = _modules(state), _optimizers(state)
@@ -183,7 +183,7 @@ def check_modules(modules: Mapping[str, nn.Module], checkpoint: State, *, strict
         load_module(module, checkpoint[key], strict=strict, check_only=True)
 
 
-def _require_mapping(state: Any) -> Mapping[str, Any]:
+def _mapping_of(state: Any) -> Mapping[str, Any]:
     if isinstance(state, Mapping):
         return state
     raise ConfigError(

@@ -117,7 +117,7 @@ class TrainerParity:
         found = {reason for reason, asks in reasons.items() if asks} - self._first_by_reason.keys()
         self._first_by_reason.update(dict.fromkeys(found, micro_batch.number))
         # A rank without targets takes part where others check.
-        if found or self._runtime.step.own_loss(loss) is None:
+        if found or self._runtime.step.local_loss(loss) is None:
             self._candidates[micro_batch.number] = micro_batch
 
     def before_step(self, why: str) -> None:

@@ -273,7 +273,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
             if output is None or (loss is not None and not shown):
                 raise ConfigError(_SKIPPED)
         if loss is not None and shown:
-            seen = runtime.step.shown_loss(loss, shown[0]) if is_automatic else shown[0]
+            seen = runtime.step.global_loss(loss, shown[0]) if is_automatic else shown[0]
             output = {**output, "loss": seen} if isinstance(output, Mapping) else seen
         runtime.check_step()
         return output

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_cp.mixin import options_of
 from lightning_cp.throughput.meter import NAMES, Meter, Metrics, format_metrics
-from lightning_cp.throughput.work import ThroughputOptions, Work, check_countable, peak_of
+from lightning_cp.throughput.step_flops import ThroughputOptions, Work, check_countable, peak_of
 from lightning_cp.utils.patching import PatchSet
 
 

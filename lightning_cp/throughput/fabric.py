@@ -12,7 +12,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_cp.throughput.meter import Meter, Metrics
-from lightning_cp.throughput.work import ThroughputOptions, Work, check_countable, peak_of
+from lightning_cp.throughput.step_flops import ThroughputOptions, Work, check_countable, peak_of
 
 
 class FabricThroughput:

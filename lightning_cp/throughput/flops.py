@@ -23,7 +23,7 @@ from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.models.structure import expected_heads
 from lightning_cp.models.swap import config_value, hf_models
 from lightning_cp.runtime.runtime import ContextParallelRuntime
-from lightning_cp.throughput.work import (
+from lightning_cp.throughput.step_flops import (
     AttentionCall,
     StepWork,
     ThroughputOptions,

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.throughput import Throughput
 from torch import nn
 
 from lightning_cp.throughput.flops import CountedModel
-from lightning_cp.throughput.work import (
+from lightning_cp.throughput.step_flops import (
     Peak,
     RunRanks,
     ThroughputOptions,

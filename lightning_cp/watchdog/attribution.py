@@ -174,7 +174,7 @@ def frozen_line(name: str, seconds: float, beat: Heartbeat) -> str:
 
 
 def _join_limited(said: Sequence[str]) -> str:
-    """Join the texts; name at most ``SHOWN`` ranks, so that thousands still give a readable line."""
+    """Join the texts; name at most ``MAX_NAMED`` ranks, so that thousands still give a readable line."""
     more = f"; and {len(said) - MAX_NAMED} more" if len(said) > MAX_NAMED else ""
     return "; ".join(said[:MAX_NAMED]) + more
 

@@ -210,7 +210,9 @@ class Position:
 
     def _write(self, place: PhasePosition) -> None:
         self.place = place
-        self.record_work()
+        self.count += 1
+        if self.device is not None:
+            self._record()
         if self._slot is not None:
             self._slot.write(place, is_first=self.is_first)
 

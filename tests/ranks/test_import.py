@@ -84,6 +84,20 @@ print(sorted(name for name in lightning_cp.__all__ if name not in needs and geta
 """
 
 
+FEW_MODULES = """
+import sys
+from lightning_cp{} import UlyssesRingStrategy
+UlyssesRingStrategy()
+print(sum(name.startswith("lightning_cp") for name in sys.modules))
+"""
+
+
+@pytest.mark.quick("")
+@pytest.mark.parametrize("of", ["", ".fabric"])
+def test_a_strategy_loads_few_modules(of: str) -> None:
+    assert 50 < int(python(FEW_MODULES.format(of))) <= 150
+
+
 @pytest.mark.nightly
 def test_imported_before_lightning() -> None:
     assert python(FIRST_US).endswith("1")

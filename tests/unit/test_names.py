@@ -136,6 +136,29 @@ def test_a_file_is_one_concept() -> None:
     assert {path: count for path, count in lines.items() if count > 600} == {}
 
 
+RETURNS = {
+    "check_": re.compile(r"None|NoReturn"),
+    "(is|are|has)_": re.compile(r"(bool|TypeGuard\[.+\]|torch\.Tensor)( \| None)?"),
+}
+"""Types of results by the start of a name: a check raises, a question answers (a tensor: on its device)."""
+REPORTS = {"check_parity"}
+"""Public names of checks that return a line about what they found."""
+
+
+def test_checks_raise_and_questions_answer() -> None:
+    odd: list[str] = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name not in REPORTS:
+                result = "" if node.returns is None else ast.unparse(node.returns)
+                odd += [
+                    f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name} -> {result}"
+                    for start, types in RETURNS.items()
+                    if re.match(f"_?{start}", node.name) and not types.fullmatch(result)
+                ]
+    assert odd == []
+
+
 def openings_of(path: Path) -> list[str]:
     """The first lines of a file's docstrings, also of attributes, that open with a question word."""
     texts = (

@@ -569,10 +569,10 @@ def guard_save_pretrained(model: nn.Module) -> None:
     """Make ``save_pretrained`` of sharded networks raise with advice, as long as they are sharded."""
     for module in model.modules():
         if callable(getattr(type(module), "save_pretrained", None)):
-            module.__dict__["save_pretrained"] = partial(_refuse_sharded, module)
+            module.__dict__["save_pretrained"] = partial(_save_if_whole, module)
 
 
-def _refuse_sharded(module: Any, *given: Any, **options: Any) -> Any:
+def _save_if_whole(module: Any, *given: Any, **options: Any) -> Any:
     """Replacement of a network's ``save_pretrained``.
 
     Raises:

@@ -25,17 +25,17 @@ from lightning_cp.checkpoint.pretrained.keys import rules_of, tensors_of, unwrap
 from lightning_cp.checkpoint.pretrained.matching import AllowedNames
 from lightning_cp.checkpoint.pretrained.memory import (
     TensorMemory,
+    bytes_needed,
     check_machine_memory,
-    check_memory,
     peak_bytes,
 )
 from lightning_cp.checkpoint.pretrained.meta_init import LOADING, UnsavedTensors
 from lightning_cp.checkpoint.pretrained.options import (
     PretrainedOptions,
     check_device_arguments,
-    check_options,
     dtype_of,
     incomplete_until_done,
+    read_options,
 )
 from lightning_cp.checkpoint.pretrained.plan import (
     LoadPlan,
@@ -351,7 +351,7 @@ def load_pretrained(
         plan = _plan(model, path, chosen)
         in_files = {id(x) for k, x in plan.tensors.by_name.items() if k not in plan.missing}
         rest = UnsavedTensors(model, in_files, chosen.initialize)
-        wanted = _check_room(model, rest, dtype_of(chosen.dtype), own_device, reach)
+        wanted = _bytes_needed(model, rest, dtype_of(chosen.dtype), own_device, reach)
     check_same_plan(plan, chosen)
     warn_different_paths(path)
     check_machine_memory(wanted, own_device)
@@ -378,7 +378,7 @@ def _read_request(
     device: torch.device | str | None,
     options: dict[str, Any],
 ) -> _LoadRequest:
-    chosen, model = check_options(options), unwrap(model)
+    chosen, model = read_options(options), unwrap(model)
     check_device_arguments(mesh, device)
     own_device = _device(model, mesh, device)
     return chosen, model, own_device, _exchange_device(model, own_device)
@@ -400,14 +400,14 @@ def _plan(model: nn.Module, path: str | os.PathLike[str], options: PretrainedOpt
     )
 
 
-def _check_room(
+def _bytes_needed(
     model: nn.Module,
     rest: UnsavedTensors,
     dtype: torch.dtype | None,
     device: torch.device,
     reach: torch.device,
 ) -> int:
-    """Check the memory of ``device`` for the load; return the bytes to be allocated."""
+    """Return the bytes that the load allocates on ``device``, which has them free."""
     parts, dtype_of = [], dtypes(model, dtype)
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         if x.is_meta:
@@ -417,8 +417,8 @@ def _check_room(
     other_device = device != reach
     passing = rest.parts(other_device, dtype_of)
     if other_device:
-        check_memory([], reach, passing)
-    return check_memory(parts, device, [] if other_device else passing)
+        bytes_needed([], reach, passing)
+    return bytes_needed(parts, device, [] if other_device else passing)
 
 
 def _read(

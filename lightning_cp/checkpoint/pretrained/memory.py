@@ -51,18 +51,15 @@ class TensorMemory:
     nbytes: int
 
 
-def check_memory(
+def bytes_needed(
     parts: Sequence[TensorMemory], device: torch.device, passing: Sequence[TensorMemory] = ()
 ) -> int:
-    """Check that tensors fit into memory, before the first byte is read.
+    """Return the bytes that tensors need at once, which fit into memory; before the first byte is read.
 
     Args:
         parts: of the model on this rank.
         device: where.
         passing: temporary tensors, in addition to all parts.
-
-    Returns:
-        Bytes that are needed at once.
 
     Raises:
         CheckpointError: naming the largest parts.

@@ -66,7 +66,7 @@ class PlaceholderTensor(torch.Tensor):
         return made
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"Blank({self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"PlaceholderTensor({self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
     def __torch_dispatch__(
@@ -399,7 +399,7 @@ class UnsetTensors:
 
         Args:
             device: where they are drawn; ranks exchange tensors of this kind.
-            now: told what is done.
+            now: called with the step that begins.
             ranks: that get the same values; by default all.
 
         Raises:

@@ -34,8 +34,8 @@ class PretrainedOptions:
     initialize: Initialize | None = None
 
 
-def check_options(options: Mapping[str, Any]) -> PretrainedOptions:
-    """Read the options of a load.
+def read_options(options: Mapping[str, Any]) -> PretrainedOptions:
+    """Return the options of a load.
 
     Raises:
         ConfigError: an unknown option, or a value of a wrong type.

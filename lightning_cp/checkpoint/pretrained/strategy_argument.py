@@ -25,10 +25,10 @@ def check_pretrained(settings: StrategyConfig) -> None:
     setting = settings.pretrained
     if setting is None:
         return
-    from lightning_cp.checkpoint.pretrained.options import check_options
+    from lightning_cp.checkpoint.pretrained.options import read_options
 
     path = _path(setting)
-    check_options(_options(setting))
+    read_options(_options(setting))
     if not Path(path).exists():
         raise ConfigError(
             f"pretrained={str(path)!r} does not exist. Give a directory with safetensors files, as "

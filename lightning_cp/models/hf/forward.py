@@ -210,7 +210,7 @@ class CallCheck:
         args, call = arguments_by_name(parameters, args, kwargs)
         check = partial(self._check_and_fill, model, parameters, call, state)
         what, follow = f"call of {type(model).__name__}", model in self._outer
-        self._handle.checks.run(what, check, more_follow=follow)
+        self._handle.ranks.checks.run(what, check, more_follow=follow)
         self._announced.add(model)
         if model in self._watches:
             self._watches[model].begin_call(call)

@@ -260,7 +260,7 @@ class LossWatch:
             check = functools.partial(
                 _check_returned_loss, name, wanted, returned, self._handle.state
             )
-            self._handle.checks.run_deferred(f"loss of {name}", check)
+            self._handle.ranks.checks.run_deferred(f"loss of {name}", check)
         elif label_alignment(model) == "shift":
             raise ConfigError(
                 f"{type(model).__name__} computes its loss by itself: transformers' loss function was not "

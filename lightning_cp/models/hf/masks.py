@@ -260,7 +260,7 @@ def mask_function(handle: SwapHandle, before: str, *, dims: int = 4) -> Any:
         if attention_mask is None and not state.positions.not_sequential:
             check()  # it does not depend on this rank's tokens
         else:
-            handle.checks.run(f"attention mask of {model}", check)
+            handle.ranks.checks.run(f"attention mask of {model}", check)
         if state.positions.restart and not visible.causal:
             warn_isolated(handle.warned, model)
         return make_note(visible, (batch_size, 1, q_length, kv_length)[-dims:], device)

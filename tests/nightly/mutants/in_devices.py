@@ -317,8 +317,8 @@ DEVICE_MUTANTS = (
     Mutant(
         "the numbers of losses are read one by one",
         "lightning_cp/loss/counts.py",
-        "        SharedValues.read([each for each in self._shared if each.is_followed])\n",
-        "",
+        "            SharedValues.read(followed)\n",
+        "            pass\n",
         (DECLARED,),
         "Right, and the vote waits once for each loss of a window.",
     ),

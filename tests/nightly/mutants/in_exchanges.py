@@ -9,7 +9,7 @@ RING = "lightning_cp/attention/ring.py"
 GATHER = "lightning_cp/attention/all_gather.py"
 ULYSSES = "lightning_cp/attention/ulysses.py"
 KEYS = "lightning_cp/attention/keys.py"
-COMM_RING = "lightning_cp/comm/ring.py"
+COMM_RING = "lightning_cp/comm/transfer.py"
 COMM_GATHER = "lightning_cp/comm/all_gather.py"
 ALL_TO_ALL = "lightning_cp/comm/all_to_all.py"
 

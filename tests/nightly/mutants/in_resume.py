@@ -93,7 +93,7 @@ RESUME_MUTANTS = (
     Mutant(
         "steps past Fabric's wrapper are not heard of",
         f"{ROOM}/fabric.py",
-        "            state.has_stepped(optimizer)\n",
+        "            state.note_step(optimizer)\n",
         "            pass\n",
         (f"{FABRIC}[past the wrapper]",),
         "Samples are trained on again, with later weights.",

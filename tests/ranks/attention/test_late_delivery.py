@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_cp.comm.all_gather import start_all_gather, start_reduce_scatter
-from lightning_cp.comm.ring import post_all_to_all, post_broadcast, start_transfer
+from lightning_cp.comm.transfer import post_all_to_all, post_broadcast, start_transfer
 from lightning_cp.optim import Muon
 from lightning_cp.utils.dtensor import forget_meshes
 from tests.helpers.attention.distributed import attend_shards, mesh_of

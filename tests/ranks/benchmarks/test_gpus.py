@@ -20,7 +20,7 @@ from benchmarks.gpus import attention, cells, command, communication, faults, tr
 from benchmarks.gpus.line import Place, WrongResultError
 from lightning_cp.attention import ring
 from lightning_cp.bench import gpus
-from lightning_cp.comm.ring import Transfer
+from lightning_cp.comm.transfer import Transfer
 from lightning_cp.kernels import select
 from lightning_cp.kernels.auto import Order
 from lightning_cp.optim import QKClip

@@ -17,7 +17,8 @@ PAIRS = ((0, 1), (2, 3))
 
 def agree_on(rank: int, world_size: int, facts: list[dict[str, int]]) -> list[Facts]:
     assert dist.group.WORLD is not None
-    return check_equal(facts[rank], dist.group.WORLD, what="the batch")
+    check_equal(facts[rank], dist.group.WORLD, what="the batch")
+    return [*gather_facts(facts[rank], dist.group.WORLD, what="the batch")]
 
 
 def agree_in_pairs(

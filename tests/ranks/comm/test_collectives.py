@@ -13,7 +13,7 @@ from lightning_cp.attention.keys import split_pair
 from lightning_cp.comm.all_gather import all_gather, start_all_gather, start_reduce_scatter
 from lightning_cp.comm.all_to_all import gather_heads, scatter_heads
 from lightning_cp.comm.reduce import all_sum
-from lightning_cp.comm.ring import start_transfer
+from lightning_cp.comm.transfer import start_transfer
 from lightning_cp.layout import HeadSplit
 from tests.helpers.pool import run_ranks
 

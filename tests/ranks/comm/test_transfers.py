@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_cp.comm.all_gather import PendingShards, start_all_gather, start_reduce_scatter
 from lightning_cp.comm.all_to_all import scatter_heads
-from lightning_cp.comm.ring import start_transfer
+from lightning_cp.comm.transfer import start_transfer
 from tests.helpers.pool import run_ranks
 
 Start = Callable[[torch.Tensor, dist.ProcessGroup], PendingShards]

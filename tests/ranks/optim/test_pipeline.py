@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from benchmarks.op_counts import Counts
-from lightning_cp.comm.ring import PendingMessage
+from lightning_cp.comm.transfer import PendingMessage
 from lightning_cp.optim import Muon, matrix_step
 from lightning_cp.utils.dtensor import forget_meshes
 from tests.helpers.pool import run_ranks

@@ -18,7 +18,14 @@ from tests.helpers.versions import BROADCASTS_WRITE
 
 pytestmark = pytest.mark.filterwarnings("ignore:GPU available but not used")
 
-PER_LAYER_OR_HOP = ("attention/", "kernels/", "models/", "layout/tile", "comm/ring", "comm/all_")
+PER_LAYER_OR_HOP = (
+    "attention/",
+    "kernels/",
+    "models/",
+    "layout/tile",
+    "comm/transfer",
+    "comm/all_",
+)
 """Beginnings of places that are called for each layer or hop."""
 
 OF_LOG = {"logging/reduce.py": 1}

@@ -157,7 +157,7 @@ def two_steps(rank: int, world_size: int, early: bool, ulysses: int) -> list[Val
         if ahead is None:
             runtime.shard(second, needs_labels=True)
         else:
-            runtime.step = ahead
+            runtime.enter(ahead)
         runtime.begin_step()
         loss, _ = step(Case(), model, runtime.step.batch)
         found.append(finish(runtime, model, loss, world_size))

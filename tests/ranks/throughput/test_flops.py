@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_cp.batch import BatchRules, CountedBatch, read_batch
 from lightning_cp.layout import Documents
 from lightning_cp.throughput.flops import CountedModel, count_active_parameters
-from lightning_cp.throughput.work import (
+from lightning_cp.throughput.step_flops import (
     AttentionCall,
     ThroughputOptions,
     observe_calls,

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_cp import ThroughputCallback, UlyssesRingStrategy
 from lightning_cp.errors import ConfigError
-from lightning_cp.throughput.work import ThroughputOptions, dtype_of, peak_of
+from lightning_cp.throughput.step_flops import ThroughputOptions, dtype_of, peak_of
 from tests.helpers.pool import run_ranks
 from tests.helpers.strategies.small import (
     LENGTH,

@@ -211,7 +211,7 @@ def test_lengths_that_do_not_divide_and_ulysses() -> None:
         with pytest.raises(
             ShapeError, match=f"balanced.*next valid length is {layout.padded_len};"
         ):
-            layout.require_unpadded()
+            layout.check_unpadded()
 
 
 def test_short_sequences_are_not_chopped_up() -> None:

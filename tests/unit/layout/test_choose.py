@@ -117,16 +117,16 @@ def test_without_padding_only_what_divides() -> None:
     packed = log_normal(1040, 6, 0)
     layout = choose_layout(1040, 8, 1, packed, cost=FREE, padding=False)
     assert layout.padded_len == 1040
-    layout.require_unpadded()
+    layout.check_unpadded()
     odd = Documents.from_cu_seqlens([0, 500, 1041])
     with pytest.raises(ShapeError, match="next valid length is 1048"):
-        choose_layout(1041, 8, 1, odd, padding=False).require_unpadded()
+        choose_layout(1041, 8, 1, odd, padding=False).check_unpadded()
 
 
 def test_without_padding_a_length_that_only_contiguous_divides() -> None:
     assert choose_layout(20, 4).kind == "zigzag"
     assert choose_layout(20, 4, padding=False).kind == "contiguous"
-    choose_layout(20, 4, padding=False).require_unpadded()
+    choose_layout(20, 4, padding=False).check_unpadded()
 
 
 def test_padding_on_one_side_is_no_plain_document() -> None:

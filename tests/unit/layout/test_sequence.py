@@ -49,10 +49,10 @@ def test_padding_is_the_least_that_divides(layout: SequenceLayout) -> None:
     assert divides(layout.padded_len)
     assert not any(divides(length) for length in range(layout.seq_len, layout.padded_len))
     if layout.padded_len == layout.seq_len:
-        layout.require_unpadded()
+        layout.check_unpadded()
         return
     with pytest.raises(ShapeError, match=f"next valid length is {layout.padded_len};"):
-        layout.require_unpadded()
+        layout.check_unpadded()
 
 
 DTYPES = {torch.int64: -100, torch.float64: 0.5, torch.bool: True, torch.bfloat16: float("-inf")}
@@ -147,7 +147,7 @@ def test_no_padding_names_the_next_valid_length() -> None:
     layout = SequenceLayout(4093, ring_size=2, ulysses_size=2)
     message = r"4093 tokens does not divide by 4 .*zigzag\)\. The next valid length is 4096"
     with pytest.raises(ShapeError, match=message):
-        layout.require_unpadded()
+        layout.check_unpadded()
 
 
 def test_sharding_twice_is_named() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_cp.comm.all_gather import PendingShards
 from lightning_cp.comm.all_to_all import AllToAll
-from lightning_cp.comm.ring import PendingMessage, Transfer
+from lightning_cp.comm.transfer import PendingMessage, Transfer
 from lightning_cp.comm.waits import wait_for
 from lightning_cp.config import StrategyConfig
 from lightning_cp.strategies.validation import check

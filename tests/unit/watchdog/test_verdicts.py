@@ -157,7 +157,7 @@ def test_all_live_and_none_goes_on() -> None:
 def test_who_does_not_wait_in_a_collective_is_waited_for() -> None:
     attribution = new_attribution()
     for rank in range(4):
-        stack = "x.py, in sleep" if rank == 3 else "lightning_cp/comm/ring.py, in wait"
+        stack = "x.py, in sleep" if rank == 3 else "lightning_cp/comm/transfer.py, in wait"
         attribution.record_beat(rank, Heartbeat(5, 3, AT, 10.0, stack), 10.5)
     assert line(attribution.verdict(10.6)).endswith("first to stop: rank 3 at step 7, in backward")
 

@@ -74,7 +74,7 @@ def test_no_memory_is_an_error_that_names_the_parameter_and_what_would_help(tmp_
         with pytest.raises(CheckpointError) as raised:
             load(big, tmp_path)
         monkey = pytest.MonkeyPatch()
-        monkey.setattr(load_module, "_check_room", lambda *_: None)
+        monkey.setattr(load_module, "_bytes_needed", lambda *_: None)
         with pytest.raises(CheckpointError) as later:
             load(big, tmp_path)
         with pytest.raises(CheckpointError, match="1,073,741,824 bytes wanted"):
