@@ -10,6 +10,7 @@ STREAMS = "lightning_cp/layout/streams.py"
 NODES = "lightning_cp/layout/nodes.py"
 ROTATION = modes("rotation 3 zigzag")
 ORDER = streams("ranks_follow_the_order_and_none_waits_for_ever[ring-zigzag-3-2]")
+SLOW = streams("one_slow_rank_holds_up_those_that_it_sends_to")
 COST = streams("cost_is_the_longest_path_through_what_the_code_does")
 
 STREAM_MUTANTS = (
@@ -58,7 +59,7 @@ STREAM_MUTANTS = (
         STREAMS,
         "np.maximum(begins, begins[dest]) + sending",
         "begins + sending",
-        (COST,),
+        (SLOW,),
         "Uneven hops look as good as even ones.",
     ),
     Mutant(
