@@ -1,8 +1,7 @@
 """Direct preference optimisation of LoRA adapters, on rows that several processes share.
 
-Run ``python examples/dpo.py``; ``--devices 1`` is one process, and prints the same losses. Rows come in
-pairs: a chosen answer, and a rejected one. The reference is the model without its adapters.
-``self.sequence_sum`` adds up the values of a row.
+Run ``python examples/dpo.py``; ``--devices 1`` is one process, and prints the same losses. A pair of rows is
+a chosen answer and a rejected one. The reference is the model without its adapters.
 """
 
 import argparse

@@ -11,7 +11,14 @@ from itertools import islice
 from typing import Any
 
 from lightning.fabric.utilities.data import _set_sampler_epoch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from lightning_cp.errors import CheckpointError
 from lightning_cp.loaders.rng import RandomStates
@@ -26,32 +33,50 @@ from lightning_cp.loaders.rng import RandomStates
 def order_of(loader: Any) -> str | None:
     """Return a key that is equal for loaders that deal one order of samples out to data ranks;
     ``None``: unknown."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return None
-    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    plain = loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler
-    if not plain or not isinstance(sampler, DistributedSampler):
+    sampler = _sampler_of(loader)
+    if not isinstance(sampler, DistributedSampler):
         return None
     return f"{type(sampler).__name__}, shuffle={sampler.shuffle}, seed={sampler.seed}"
+
+
+def _sampler_of(loader: Any) -> Any:
+    """Return the sampler of single samples; ``None``: there is none, or batches are not simply made of it."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    plain = loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler
+    return getattr(loader.batch_sampler, "sampler", loader.sampler) if plain else None
+
+
+def _kind_of_order(loader: Any) -> str | None:
+    """Return the kind of order of PyTorch's plain samplers; ``None``: it is another sampler."""
+    sampler = _sampler_of(loader)
+    if isinstance(sampler, RandomSampler):
+        return "random"
+    return "sequential" if isinstance(sampler, SequentialSampler) else None
 
 
 def check_same_order(loader: Any, saved: Mapping[str, Any]) -> None:
     """Refuse to resume within a pass whose remaining samples would not be the ones read.
 
-    A loader with a state resumes on as many data ranks. Without a state, a known order or a batch_size
-    there is nothing to compare, and the loader is taken for the same.
+    A dataset, or a loader of another kind, with a state resumes on as many data ranks. Without a known order
+    or a batch_size there is nothing to compare, and the loader is taken for the same.
 
     Raises:
         CheckpointError: saying what has to be equal.
     """
     before, now = saved.get("ranks", (1, 1))
     same_ranks = before == now
-    if not saved["batches"] or (same_ranks and saved["state"] is not None):
+    resumes = saved["state"] is not None and not (
+        isinstance(loader, DataLoader) and _has_state(loader)  # its state counts batches
+    )
+    if not saved["batches"] or (same_ranks and resumes):
         return
     was, size = saved["batch_size"], getattr(loader, "batch_size", None)
     order = order_of(loader)
     if same_ranks:
-        _check_same_pass((saved["order"], order), (was, size))
+        _check_same("a batch_size of", was, size)
+        _check_same("an order that is", saved.get("kind"), _kind_of_order(loader))
+        _check_same("the sampler", saved["order"], order)
     elif saved["state"] is not None or order is None or order != saved["order"]:
         raise CheckpointError(
             f"the checkpoint was saved within a pass through a loader that {before} data ranks shared, and "
@@ -68,16 +93,13 @@ def check_same_order(loader: Any, saved: Mapping[str, Any]) -> None:
         )
 
 
-def _check_same_pass(
-    orders: tuple[str | None, str | None], sizes: tuple[int | None, int | None]
-) -> None:
-    for what, (was, now) in (("a batch_size of", sizes), ("the sampler", orders)):
-        if was is not None and now is not None and was != now:
-            raise CheckpointError(
-                f"the checkpoint was saved within a pass through a loader with {what} {was}, and now it is "
-                f"{now}, so that what is left of the pass cannot be found. Keep it, or resume from the end "
-                "of an epoch."
-            )
+def _check_same(what: str, was: object, now: object) -> None:
+    if was is not None and now is not None and was != now:
+        raise CheckpointError(
+            f"the checkpoint was saved within a pass through a loader with {what} {was}, and now it is "
+            f"{now}, so that what is left of the pass cannot be found. Keep it, or resume from the end of "
+            "an epoch."
+        )
 
 
 # Skip the batches of a pass that were used before, without reading them.
@@ -250,6 +272,7 @@ class LoaderPosition:
             "batches": self.read - waiting,
             "batch_size": getattr(loader, "batch_size", None),
             "order": order_of(loader),
+            "kind": _kind_of_order(loader),
             "epoch": self.epoch,
             "begin": self.begin,
             "first": self.first,

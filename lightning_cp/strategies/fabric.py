@@ -55,6 +55,7 @@ class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
             loss = model(**batch).loss
             fabric.backward(loss)
             optimizer.step()
+            optimizer.zero_grad()
 
     ``fabric.backward`` weights the loss by the rank's share of targets, so that gradients are those of one
     process; ``average`` gives the loss that one process would show.

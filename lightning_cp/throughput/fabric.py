@@ -25,6 +25,7 @@ class FabricThroughput:
             throughput.begin_batch(batch)
             fabric.backward(model(**batch).loss)
             optimizer.step()
+            optimizer.zero_grad()
             fabric.log_dict(throughput.end_step())  # {} but at the end of a window
 
     Args:

@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 import lightning as L
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torchmetrics.text import Perplexity
+from torchmetrics import Metric
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.planner.model import read_config
@@ -51,15 +52,43 @@ def aligned_labels(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return shift(batch["labels"])
 
 
-def token_perplexity() -> Perplexity:
-    """Return the perplexity over every valid token of every rank.
+class TokenLoss(Metric):
+    """Mean cross-entropy over the valid tokens of all ranks, in nats.
 
-    It is updated with a rank's ``(logits_BLV, aligned_labels(batch))``. Its state is the sum of
-    log-probabilities and the count of valid tokens, summed over the whole world: the ranks of a
-    context-parallel group hold different tokens of one sample, so nothing is counted twice, and a rank
-    without a valid token adds nothing.
+    Its state is their sum and number, added over the whole world: the ranks of a context-parallel group hold
+    different tokens of one sample, so nothing is counted twice. A rank without a valid token adds nothing.
     """
-    return Perplexity(ignore_index=IGNORED_LABEL)
+
+    total: torch.Tensor
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("total", "count"):
+            zero = torch.zeros((), dtype=torch.float64)
+            self.add_state(name, zero, dist_reduce_fx="sum")
+
+    def update(self, loss: torch.Tensor, logits_BLV: Any, labels_BL: torch.Tensor) -> None:
+        """Add a batch.
+
+        Args:
+            loss: the model's mean, which counts where there are no logits (``chunked_loss=``).
+            logits_BLV: of this rank's tokens.
+            labels_BL: from ``aligned_labels``.
+        """
+        count = (labels_BL != IGNORED_LABEL).sum()
+        if isinstance(logits_BLV, torch.Tensor):
+            wide = torch.promote_types(logits_BLV.dtype, torch.float32)
+            rows = logits_BLV.flatten(0, 1).to(wide)
+            total = F.cross_entropy(rows, labels_BL.flatten(), reduction="sum")
+        else:
+            total = torch.where(count > 0, loss * count, 0.0)
+        self.total += total
+        self.count += count
+
+    def compute(self) -> torch.Tensor:
+        """Return the mean."""
+        return self.total / self.count
 
 
 class LanguageModel(L.LightningModule):
@@ -84,7 +113,7 @@ class LanguageModel(L.LightningModule):
         self.make_optimizer = optimizer
         self.warmup_steps = warmup_steps
         self.final_rate = final_rate
-        self.perplexity = token_perplexity()
+        self.val_loss = TokenLoss()
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         """Return the mean cross-entropy of the batch, in nats per token."""
@@ -93,19 +122,18 @@ class LanguageModel(L.LightningModule):
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        """Reset the perplexity, in the inference mode of the loop that starts."""
-        self.perplexity.reset()
+        """Reset the metric, in the inference mode of the loop that starts."""
+        self.val_loss.reset()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Update the perplexity; the logits are not gathered."""
-        logits_BLV = self.network(**batch).logits
-        self.perplexity.update(logits_BLV, aligned_labels(batch))
+        """Update the metric; the logits are not gathered."""
+        output = self.network(**batch)
+        self.val_loss.update(output.loss, output.logits, aligned_labels(batch))
 
     def on_validation_epoch_end(self) -> None:
         """Log the metrics of the whole validation text, over the tokens of all ranks."""
-        perplexity = self.perplexity.compute()
-        loss = perplexity.log()
-        self.log_dict({"val/loss": loss, "val/perplexity": perplexity}, sync_dist=True)
+        loss = self.val_loss.compute()
+        self.log_dict({"val/loss": loss, "val/perplexity": loss.exp()}, sync_dist=True)
         self.log("val/bits_per_byte", bits_per_byte(loss), prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:

@@ -181,10 +181,11 @@ def test_four_processes_train_as_one_does(
         ["strategy=fsdp"],
         ["strategy=zero1"],
         ["strategy=fsdp", "strategy.tensor_parallel_size=2"],
+        ["strategy=ring", "strategy.chunked_loss=true"],
     ],
     ids=" ".join,
 )
-def test_engines_that_shard_train_as_one_process_does(
+def test_other_settings_train_as_one_process_does(
     tmp_path: Path, alone: tuple[Path, str], overrides: list[str]
 ) -> None:
     folder, _ = launched(tmp_path, "trainer.devices=2", *overrides)

@@ -57,6 +57,33 @@ def test_another_batch_size_or_order_on_the_same_mesh_is_refused(other: Any, say
     check_same_order(other(), {**saved, "batches": 0})  # nothing was used
 
 
+class Stateful(DataLoader[Any]):
+    """As torchdata's: its state is a number of batches."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": 2}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("kind", [DataLoader, Stateful])
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"batch_size": 3, "shuffle": True}, "a batch_size of 2, and now it is 3"),
+        ({"batch_size": 2}, "an order that is random, and now it is sequential"),
+    ],
+    ids=["batch_size", "shuffle"],
+)
+def test_another_plain_loader_is_refused(kind: Any, other: dict[str, Any], says: str) -> None:
+    data = torch.arange(12)
+    saved, _ = read(kind(data, 2, shuffle=True), 2)
+    with pytest.raises(CheckpointError, match=says):
+        open_at(kind(data, **other), saved)
+    check_same_order(kind(data, 2, shuffle=True, num_workers=1), saved)
+
+
 def drawn_by(data_rank: int) -> tuple[float, float, float]:
     """What a new data rank draws, from each generator."""
     torch.manual_seed(1)
