@@ -27,7 +27,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, is_dataclass
 from datetime import datetime
@@ -284,7 +284,9 @@ def _run_in_process(
     command = [sys.executable, "-m", "benchmarks.gpu_check"]
     command += ["--run", check.name, "--device", device, "--folder", str(folder)]
     command += ["--full"] if full else []
-    failure = _wait(command, left)
+    interprets = device == "cpu" and check.name.startswith("launch-")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"} if interprets else None
+    failure = _wait(command, left, environment)
     if not path.exists():
         return Section(check.name, check.title, failure=failure)
     section = Section(**json.loads(path.read_text()))
@@ -292,9 +294,11 @@ def _run_in_process(
     return section
 
 
-def _wait(command: Sequence[str], limit: float | None) -> str:
+def _wait(
+    command: Sequence[str], limit: float | None, environment: Mapping[str, str] | None = None
+) -> str:
     """Run a command and its children until it ends or its time is used up; return which of both in words."""
-    process = subprocess.Popen(command, start_new_session=True)  # noqa: S603
+    process = subprocess.Popen(command, start_new_session=True, env=environment)  # noqa: S603
     try:
         status = process.wait(limit)
         return f"the section's process ended with status {status} and left no result"
