@@ -52,6 +52,7 @@ MOVED = {
     "lightning_cp.strategies.undeclared": "lightning_cp.strategies.declarations",
     "lightning_cp.engines.ddp_options": "lightning_cp.engines.ddp_comm_hook",
     "lightning_cp.checkpoint.latest": "lightning_cp.checkpoint.read",
+    "lightning_cp.checkpoint.tensors": "lightning_cp.checkpoint.reshard",
     "lightning_cp.checkpoint.shard_file": "lightning_cp.checkpoint.shards",
     "lightning_cp.checkpoint.pretrained.dcp": "lightning_cp.checkpoint.pretrained.reader",
     "lightning_cp.models.loss_functions": "lightning_cp.models.swap",

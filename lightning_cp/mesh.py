@@ -187,7 +187,7 @@ class ContextParallelMesh:
 
     def _control_groups(self) -> dict[Flat, dist.ProcessGroup]:
         if self.device_type == "cpu" and self.tp_size == 1:
-            return {}
+            return {flat: self._groups[flat] for flat in (Flat.CP, Flat.LOSS)}
         shape = (self.data_size, self.sample_size)
         ranks = {Flat.CP: torch.arange(math.prod(shape)).view(shape)}
         ranks[Flat.LOSS] = ranks[Flat.CP].reshape(1, -1)

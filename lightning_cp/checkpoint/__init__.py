@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     )
     from lightning_cp.checkpoint.read import latest_checkpoint as latest_checkpoint
     from lightning_cp.checkpoint.read import open_checkpoint as open_checkpoint
+    from lightning_cp.checkpoint.reshard import whole as whole
     from lightning_cp.checkpoint.save import save_checkpoint as save_checkpoint
-    from lightning_cp.checkpoint.tensors import whole as whole
 
 _HOME = {
     "latest_checkpoint": "lightning_cp.checkpoint.read",
     "open_checkpoint": "lightning_cp.checkpoint.read",
     "save_checkpoint": "lightning_cp.checkpoint.save",
-    "whole": "lightning_cp.checkpoint.tensors",
+    "whole": "lightning_cp.checkpoint.reshard",
     "CheckedStorageReader": "lightning_cp.checkpoint.pretrained.reader",
     "export_pretrained": "lightning_cp.checkpoint.pretrained.export",
     "load_pretrained": "lightning_cp.checkpoint.pretrained.load",

@@ -33,7 +33,7 @@ from lightning_cp.checkpoint.manifest import (
 )
 from lightning_cp.checkpoint.objects import SAFE, WithObjects
 from lightning_cp.checkpoint.pinned_buffer import PinnedBuffer
-from lightning_cp.checkpoint.tensors import assemble
+from lightning_cp.checkpoint.reshard import assemble
 from lightning_cp.checkpoint.tree import Place, map_leaves
 from lightning_cp.comm.consensus import World
 from lightning_cp.errors import CheckpointError

@@ -28,9 +28,9 @@ from lightning_cp.checkpoint.full import (
 )
 from lightning_cp.checkpoint.manifest import NAME as MANIFEST
 from lightning_cp.checkpoint.manifest import Manifest, is_foreign, read_manifest, verify
+from lightning_cp.checkpoint.reshard import StoredTensor, as_stored, empty_like, read_into
 from lightning_cp.checkpoint.shards import INDEX, STATE, header_strings, stored_tensor
 from lightning_cp.checkpoint.store import is_store
-from lightning_cp.checkpoint.tensors import StoredTensor, as_stored, empty_like, read_into
 from lightning_cp.checkpoint.tree import Place, decode, map_leaves, restore_types, unique_name
 from lightning_cp.comm.consensus import World, error_summary
 from lightning_cp.errors import CheckpointError, MissingCheckpointError

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_cp.checkpoint.read import Template
-from lightning_cp.checkpoint.tensors import StoredTensor, as_stored, empty_like, read_into
+from lightning_cp.checkpoint.reshard import StoredTensor, as_stored, empty_like, read_into
 from lightning_cp.checkpoint.tree import Place
 from lightning_cp.errors import CheckpointError
 from lightning_cp.utils.tensors import optimizer_parameters

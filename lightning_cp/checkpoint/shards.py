@@ -49,7 +49,7 @@ from lightning_cp.checkpoint.atomic import (
 from lightning_cp.checkpoint.manifest import NAME, FileEntry, Manifest, SaveInfo, sha256_of
 from lightning_cp.checkpoint.pinned_buffer import PinnedBuffer
 from lightning_cp.checkpoint.pretrained.files import DTYPE_NAMES, TensorSpec, header_bytes
-from lightning_cp.checkpoint.tensors import Chunk, StoredTensor
+from lightning_cp.checkpoint.reshard import Chunk, StoredTensor
 from lightning_cp.checkpoint.tree import Place, dtype_named, encode, unique_name
 from lightning_cp.comm.consensus import World, error_summary
 from lightning_cp.errors import CheckpointError, without_home

@@ -77,7 +77,7 @@ class RandomStates:
     @classmethod
     def now(cls, loader: Any = None) -> RandomStates:
         """Return the present states, with the loader's own generators."""
-        own = [state_of(found) for found in generators_of(loader)] if loader is not None else []
+        own = list(map(state_of, generators_of(loader))) if loader is not None else []
         return cls(torch.get_rng_state(), random.getstate(), np.random.get_state(), own)
 
     def restore(self, loader: Any = None) -> None:

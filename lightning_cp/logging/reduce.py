@@ -152,7 +152,7 @@ def side_by_side(
     flatly = [value.detach().to(mesh.device_type, torch.float64).reshape(-1) for value in values]
     with profile_range("agreement"):
         table = torch.stack(all_gather(torch.cat(flatly), mesh.group(flat)))
-    parts = table.split([part.numel() for part in flatly], dim=1)
+    parts = table.split(list(map(torch.numel, flatly)), dim=1)
     return [part.reshape(-1, *value.shape) for part, value in zip(parts, values, strict=True)]
 
 

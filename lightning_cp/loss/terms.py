@@ -13,6 +13,7 @@ Nothing here waits for a device, and no note outlives its graph.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import filterfalse
 from math import prod
 from numbers import Real
 from typing import Any, NamedTuple
@@ -80,14 +81,14 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
                 shared.append(node)
             else:
                 counts.append(count)
-        elif is_whole(node):
+        elif origin is Origin.SEQUENCE or origin is Origin.FROZEN:
             shared.append(node)
         elif operator in LINEAR:
             linear.append(node)
             numbers += [node._saved_alpha] if getattr(node, "_saved_alpha", 1) != 1 else []
             ahead.extend(sources)
         elif operator in ("Mul", "Div"):
-            factors = [x for x in sources if not is_shared(x)]
+            factors = list(filterfalse(is_shared, sources))
             if len(factors) > 1 or (factors and _divides(node, factors[0])):
                 other_terms = True
                 continue
@@ -101,7 +102,7 @@ def loss_terms(loss: torch.Tensor) -> LossTerms:
             shared += of_sequence
             if factors or not _is_of_parameters(node):
                 constants = _constants(node)
-                own_numbers = [x for x in constants if _is_number(x)]
+                own_numbers = list(filter(_is_number, constants))
                 numbers += map(_value_of, own_numbers)
                 own_factor |= bool(factors) and len(own_numbers) < len(constants)
             ahead.extend(factors)
@@ -251,17 +252,18 @@ def _wide_sum(x: torch.Tensor) -> torch.Tensor:
     return x.sum(dtype=wide)
 
 
-def sources_of(node: Any) -> list[Any]:
-    """Return the nodes that computed the inputs of this one; values of frozen layers count as numbers do."""
-    return [x for x in _all_sources(node) if x.metadata.get(NOTE) is not Origin.FROZEN]
+def sources_of(node: Any, *, frozen: bool = False) -> list[Any]:
+    """Return the nodes that computed the inputs of this one.
 
-
-def _all_sources(node: Any) -> list[Any]:
+    Args:
+        node: of a graph.
+        frozen: those of values of frozen layers, too; by default these values count as numbers do.
+    """
     found: list[Any] = []
     for source, number in node.next_functions:
         if source is not None and source.name() in _IDENTITIES:
             source = producing_edge(source, number)[0]
-        if source is not None:
+        if source is not None and (frozen or source.metadata.get(NOTE) is not Origin.FROZEN):
             found.append(source)
     return found
 
@@ -377,7 +379,7 @@ def is_whole(node: Any) -> bool:
 
 def inputs_of(node: Any) -> list[Any]:
     """Return all sources of a node; none for a value of whole sequences."""
-    return [] if is_whole(node) else _all_sources(node)
+    return [] if is_whole(node) else sources_of(node, frozen=True)
 
 
 def _made_of_sequence(node: Any) -> set[Any]:

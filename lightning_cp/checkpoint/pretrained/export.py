@@ -48,7 +48,7 @@ from lightning_cp.checkpoint.pretrained.keys import (
     unwrap,
 )
 from lightning_cp.checkpoint.pretrained.options import check_complete, dtype_of
-from lightning_cp.checkpoint.tensors import assemble
+from lightning_cp.checkpoint.reshard import assemble
 from lightning_cp.comm.consensus import World, error_summary
 from lightning_cp.errors import CheckpointError, ConfigError, without_home
 from lightning_cp.utils.patching import strip_wrappers

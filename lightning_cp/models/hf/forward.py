@@ -277,6 +277,8 @@ def arguments_by_name(
     parameters: Parameters, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call, all by name where the signature allows it."""
+    if not args:
+        return (), dict(kwargs)
     named = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(args) > len(named):
         return args, dict(kwargs)

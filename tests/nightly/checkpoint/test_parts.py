@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 
-from lightning_cp.checkpoint import tensors
+from lightning_cp.checkpoint import reshard
 from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
 from tests.helpers.pool import run_ranks
 from tests.helpers.pool.environment import PoolEnvironment
@@ -26,14 +26,14 @@ SMALL = 20_000
 def read_whole() -> Iterator[list[int]]:
     """Elements of each tensor that is read whole meanwhile."""
     found: list[int] = []
-    own = tensors.StoredTensor.whole
+    own = reshard.StoredTensor.whole
 
-    def whole(stored: tensors.StoredTensor) -> torch.Tensor:
+    def whole(stored: reshard.StoredTensor) -> torch.Tensor:
         found.append(torch.Size(stored.shape).numel())
         return own(stored)
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(tensors.StoredTensor, "whole", whole)
+    patch.setattr(reshard.StoredTensor, "whole", whole)
     try:
         yield found
     finally:

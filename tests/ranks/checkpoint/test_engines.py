@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 
 from lightning_cp.checkpoint.read import open_checkpoint
-from lightning_cp.checkpoint.tensors import whole
+from lightning_cp.checkpoint.reshard import whole
 from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
 from tests.helpers.checkpoint.cases import cases
 from tests.helpers.checkpoint.states import same

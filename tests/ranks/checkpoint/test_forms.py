@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from lightning_cp.checkpoint.manifest import SaveInfo
 from lightning_cp.checkpoint.read import latest_checkpoint, open_checkpoint
+from lightning_cp.checkpoint.reshard import whole
 from lightning_cp.checkpoint.save import BackgroundSave, plan_save, save_checkpoint
-from lightning_cp.checkpoint.tensors import whole
 from lightning_cp.errors import CheckpointError
 from tests.helpers.checkpoint.meshes import mesh_of
 from tests.helpers.checkpoint.states import same, state_of

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_cp.checkpoint import manager as saver_module
-from lightning_cp.checkpoint import read, tensors
+from lightning_cp.checkpoint import read, reshard
 from lightning_cp.checkpoint.atomic import discard, temporary_path
 from lightning_cp.checkpoint.full import FullSave
 from lightning_cp.checkpoint.manager import CheckpointManager
@@ -68,7 +68,7 @@ def reads_badly(rank: int, world: int, form: str) -> list[str]:
     faults: list[list[tuple[Any, str, Any]]] = [
         [(read, "locate", fails)],
         [(read, "load_file", fails), (read, "decode", fails)],
-        [(tensors.StoredTensor, "whole", fails)],
+        [(reshard.StoredTensor, "whole", fails)],
     ]
     said = [told_by(1, each, lambda: read.open_checkpoint(path, World()).read()) for each in faults]
     assert same(read.open_checkpoint(path, World()).read(), state_of(1))

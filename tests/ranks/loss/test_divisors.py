@@ -365,25 +365,32 @@ def checked_first(loop: Loop, step: int, x: torch.Tensor, at: torch.Tensor) -> t
     return over_rows(loop, x, at >= 0) if step else x.sum() / (2 * float(count(loop, at >= 0)))
 
 
-def later(rank: int, world_size: int, settings: Settings, way: Any) -> None:
-    """Two steps; the loss is wrong in the second one at the latest."""
-    loop = Loop(world_size, {**settings, "labels": "none", "layout": "contiguous"})
+def train_cut_rows(
+    loop: Loop, loss_at: Callable[[int, Batch], torch.Tensor], *, checks: bool
+) -> None:
+    """Train on rows of 24 tokens; with a check of parity in the first step, if one is asked for."""
     strategy: Any = loop.fabric.strategy
     try:
         for step, whole in enumerate(loop.batches(4, use_distributed_sampler=False)):
-            cut = {"input_ids": whole["input_ids"][:, :24]}
-
-            def loss(batch: Batch, step: int = step) -> torch.Tensor:
-                x = logps(loop, batch)
-                return way(loop, step, x, batch["position_ids"].expand(x.shape))
-
-            if way is checked_first and not step:
+            cut, loss = {"input_ids": whole["input_ids"][:, :24]}, partial(loss_at, step)
+            if checks and not step:
                 strategy.check_parity(cut, loss)
             loop.fabric.backward(loss(loop.shard(cut)))
             loop.optimizer.step()
             loop.optimizer.zero_grad()
     finally:
         loop.end()
+
+
+def later(rank: int, world_size: int, settings: Settings, way: Any) -> None:
+    """Two steps; the loss is wrong in the second one at the latest."""
+    loop = Loop(world_size, {**settings, "labels": "none", "layout": "contiguous"})
+
+    def loss_at(step: int, batch: Batch) -> torch.Tensor:
+        x = logps(loop, batch)
+        return way(loop, step, x, batch["position_ids"].expand(x.shape))
+
+    train_cut_rows(loop, loss_at, checks=way is checked_first)
 
 
 @pytest.mark.parametrize(
@@ -443,24 +450,15 @@ def checked_by_halves(rank: int, world_size: int, settings: Settings | None) -> 
     """
     loop = Loop(world_size, None if settings is None else {**settings, "labels": "none"})
     strategy: Any = loop.fabric.strategy
-    try:
-        for step, whole in enumerate(loop.batches(4, use_distributed_sampler=False)):
-            cut = {"input_ids": whole["input_ids"][:, :24]}
 
-            def loss(batch: Batch, step: int = step) -> torch.Tensor:
-                x = logps(loop, batch)
-                if not loop.parallel:
-                    return x.mean() * 0.75
-                times = 2 if strategy.mesh.data_rank == step else 1
-                return x.sum() / (times * count(loop, torch.ones_like(x, dtype=torch.bool)))
+    def loss_at(step: int, batch: Batch) -> torch.Tensor:
+        x = logps(loop, batch)
+        if not loop.parallel:
+            return x.mean() * 0.75
+        times = 2 if strategy.mesh.data_rank == step else 1
+        return x.sum() / (times * count(loop, torch.ones_like(x, dtype=torch.bool)))
 
-            if loop.parallel and not step:
-                strategy.check_parity(cut, loss)
-            loop.fabric.backward(loss(loop.shard(cut)))
-            loop.optimizer.step()
-            loop.optimizer.zero_grad()
-    finally:
-        loop.end()
+    train_cut_rows(loop, loss_at, checks=loop.parallel)
     return weights(loop.model)
 
 
