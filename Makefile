@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraint
 STAMPS := $(VENV)/stamps
 ARGS ?=
 
-.PHONY: help train test test-all test-litgpt litgpt-table test-trl test-oldest gpu-check lint docs clean
+.PHONY: help train test test-all test-litgpt litgpt-table test-trl test-oldest test-newest gpu-check lint docs clean
 
 help:
 	@echo "make train      create $(VENV) if needed, then train the main job (ARGS=... for overrides)"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-litgpt  the tests of LitGPT's models, in an environment beside $(VENV); make litgpt-table: their errors"
 	@echo "make test-trl   losses of the examples against TRL's own, adapters of peft, in an environment beside $(VENV)"
 	@echo "make test-oldest  the tests with the oldest versions that are allowed, in an environment beside $(VENV)"
+	@echo "make test-newest  the tests with the newest releases of everything, likewise (NEWEST_TORCH=torch==2.14.1 for a CPU build)"
 	@echo "make gpu-check  tests and figures of one NVIDIA GPU (nothing is installed); of several: docs/guides/gpus.md"
 	@echo "make lint       ruff, pyright, import-linter, codespell"
 	@echo "make docs       the docs as a site in build/site, with every link checked (no network)"
@@ -81,6 +82,15 @@ $(OLDEST)/stamp: $(STAMPS)/venv pyproject.toml constraints.txt constraints-oldes
 	  -c $(OLDEST)/constraints.txt -e ".[hf,dev]"
 	@touch $@
 
+NEWEST := $(VENV)-newest
+NEWEST_TORCH ?= torch
+
+# Made afresh by each run: what is newest changes.
+test-newest: $(STAMPS)/venv
+	$(BIN)/python -m venv --clear --without-pip $(NEWEST)
+	$(BIN)/python -m pip --disable-pip-version-check --python $(NEWEST)/bin/python install -q "$(NEWEST_TORCH)" -e ".[hf,dev]"
+	CUDA_VISIBLE_DEVICES= $(NEWEST)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
+
 # Installs nothing: $(VENV) if it is there, else PYTHON; or GPU_PYTHON=python for an environment of your own.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu-check:
@@ -97,7 +107,7 @@ docs: $(STAMPS)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 clean:
-	rm -rf $(VENV) $(LITGPT) $(TRL) $(OLDEST) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(LITGPT) $(TRL) $(OLDEST) $(NEWEST) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # The stamps keep the second run quick: pip runs again only when what it reads has changed.
 $(STAMPS)/train: $(STAMPS)/venv pyproject.toml constraints.txt

@@ -13,8 +13,15 @@ ROOT = Path(__file__).parents[1]
 PLACEHOLDER = "<address-of-this-repository>"
 """Text to replace by the host and path of the repository, once it has a public one."""
 SEARCHED = (
-    *("*.md", "*.toml", "*.yml", ".github/**/*.yml"),
-    *("docs/**/*.md", "docs/*.yaml", "lightning_cp/**/*.py"),
+    *("*.md", "*.toml", "*.yml", ".github/**/*.yml", ".github/**/*.md"),
+    *(
+        "docs/**/*.md",
+        "docs/*.yaml",
+        "examples/**/*.py",
+        "examples/**/*.ipynb",
+        "configs/**/*.yaml",
+    ),
+    *("lightning_cp/**/*.py", "hydra_plugins/**/*.py", "benchmarks/**/*.py"),
 )
 """Files of a checkout that a placeholder may stand in."""
 

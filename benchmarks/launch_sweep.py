@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -13,6 +15,7 @@ import torch
 from lightning_cp.bench.kernels import kernel_passes
 from lightning_cp.bench.methods import AttentionCase
 from lightning_cp.bench.timers import measure
+from lightning_cp.kernels.reference import ReferenceKernel
 from lightning_cp.kernels.triton.blocks import (
     TABLE,
     BlockConfig,
@@ -33,6 +36,8 @@ CANDIDATES = [
 ]
 """The likeliest first: a sweep may end before all are timed."""
 HEAD_DIMS = (64, 128, 256)
+LARGEST_ERROR = 0.03
+"""Relative error of results in half precision beyond which a kernel is wrong, and not rounded."""
 Measure = Callable[[AttentionCase, BlockConfigs, str], float | None]
 """Seconds of one kernel (``forward``, ``queries`` or ``keys``) with blocks; ``None`` if it does not run."""
 
@@ -162,15 +167,41 @@ def swept(case: AttentionCase, head_dims: Sequence[int], target: int, seconds: M
 
 
 def seconds_of(case: AttentionCase, configs: BlockConfigs, kernel: str) -> float | None:
-    """Time the pass of a kernel: forward, or backward, in which the other kernel's blocks stay the same."""
+    """Time the pass of a kernel: forward, or backward, in which the other kernel's blocks stay the same.
+
+    Return ``None``, too, with a warning, if its results are not those of the reference kernel.
+    """
     try:
         passes = kernel_passes(TritonFA2(configs), case)
         step = passes.forward if kernel == "forward" else passes.backward
+        if (error := relative_error(step(), _expected(case, kernel))) > LARGEST_ERROR:
+            blocks = getattr(configs, kernel)
+            warnings.warn(
+                f"{kernel} with {blocks} is wrong on this GPU: relative error {error:.2g}. It is left out.",
+                stacklevel=2,
+            )
+            return None
         return min(measure(step, repeats=5, device_type=case.device_type).wall)
     except Exception as error:  # Triton's own type, for too much shared or tensor memory
         if "OutOfResources" in type(error).__name__ or isinstance(error, RuntimeError):
             return None
         raise
+
+
+@lru_cache(maxsize=1)
+def _expected(case: AttentionCase, kernel: str) -> tuple[torch.Tensor, ...]:
+    """Return the results of the reference kernel for the same inputs and gradients of ``out``."""
+    passes = kernel_passes(ReferenceKernel(1024, 1024), case)
+    return passes.forward() if kernel == "forward" else passes.backward()
+
+
+def relative_error(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """Return the largest ``|x - y| / |y|`` of the pairs, by Euclidean norms; infinite for NaN."""
+    errors = [
+        ((x.double() - y.double()).norm() / y.double().norm()).nan_to_num(torch.inf).item()
+        for x, y in zip(found, expected, strict=True)
+    ]
+    return max(errors)
 
 
 def save(table: Blocks, file: Path) -> None:

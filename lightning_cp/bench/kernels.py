@@ -51,8 +51,10 @@ class KernelRow:
 class KernelPasses(NamedTuple):
     """A kernel's forward and backward of one whole sequence."""
 
-    forward: Step
-    backward: Step
+    forward: Callable[[], tuple[torch.Tensor, ...]]
+    """Returns ``out`` and ``lse``."""
+    backward: Callable[[], tuple[torch.Tensor, ...]]
+    """Returns the gradients of q, k and v."""
 
 
 def kernel_passes(kernel: Kernel, case: AttentionCase) -> KernelPasses:

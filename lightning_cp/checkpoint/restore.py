@@ -69,8 +69,8 @@ def check_kind(
 
 def _kind_error(how: str) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint has the state of another kind of optimizer: {how}. The optimizer was left as it "
-        "is. Use the one that was saved, or load the weights alone."
+        f"the checkpoint has the state of another kind of optimizer: {how}. The optimizer has not "
+        "changed. Use the one that was saved, or load the weights alone."
     )
 
 
@@ -157,7 +157,7 @@ def fit_state(
     if groups != found:
         raise CheckpointError(
             f"the checkpoint's optimizer has parameter groups of {found} parameters, this one of {groups}. "
-            "The optimizer was left as it is. Make it as it was when the checkpoint was saved."
+            "The optimizer has not changed. Make it as it was when the checkpoint was saved."
         )
     check_kind(state["param_groups"], optimizer, kinds)
     entries = {
@@ -183,7 +183,7 @@ def _check_state(state: object) -> None:
     if not known or not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         raise CheckpointError(
             "what the checkpoint has for an optimizer is not an optimizer's state (state and param_groups). "
-            "The optimizer was left as it is. Look for its key in the checkpoint, or leave it out."
+            "The optimizer has not changed. Look for its key in the checkpoint, or leave it out."
         )
 
 
@@ -196,7 +196,7 @@ def _order(saved: Sequence[str], own: Sequence[str]) -> list[int]:
         missing = [name for name in own if name not in saved] or [x for x in saved if x not in own]
         raise CheckpointError(
             f"the checkpoint's optimizer is of other parameters: only one of the two has {missing[0]}. The "
-            "optimizer was left as it is. Freeze and group parameters as they were when it was saved."
+            "optimizer has not changed. Freeze and group parameters as they were when it was saved."
         )
     place = {name: at for at, name in enumerate(saved)}
     return [place[name] for name in own]
@@ -228,7 +228,7 @@ def _check_shapes(
         if odd and (known or like_it):
             raise CheckpointError(
                 f"the optimizer's {key} of {name} has shape {list(value.shape)} in the checkpoint, the "
-                f"parameter has {list(parameter.shape)}. The optimizer was left as it is."
+                f"parameter has {list(parameter.shape)}. The optimizer has not changed."
             )
 
 

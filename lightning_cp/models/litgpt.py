@@ -185,7 +185,7 @@ def _check_supported(part: Any) -> None:
         )
     if ATTENTION_METHOD in vars(part) or getattr(kind, ATTENTION_METHOD) not in own:
         raise ConfigError(
-            f"{kind.__module__}.{kind.__name__} has a {ATTENTION_METHOD} of its own, which would be replaced "
+            f"{kind.__module__}.{kind.__name__} has its own {ATTENTION_METHOD}, which would be replaced "
             "while a step is active: what it does would be left out. Use LitGPT's own attention, or a "
             "strategy without context parallelism."
         )

@@ -291,7 +291,8 @@ class Muon(Optimizer):
         if kinds != own:
             raise CheckpointError(
                 f"the state is of another optimizer: Muon's groups are {_kinds(own)}, this one's are "
-                f"{_kinds(kinds)}. The optimizer was left as it was."
+                f"{_kinds(kinds)}. The optimizer has not changed. Make it as it was when the checkpoint "
+                "was saved."
             )
         names = [group["param_names"] for group in self.param_groups]
         super().load_state_dict(state_dict)

@@ -231,7 +231,7 @@ class TrainerCheckpoints:
         if len(states) != len(optimizers):
             raise CheckpointError(
                 f"the checkpoint has the state of {len(states)} optimizers, the module has "
-                f"{len(optimizers)}. They were left as they are."
+                f"{len(optimizers)}. They have not changed. Configure as many optimizers as were saved."
             )
         named = dict(module.named_parameters())
         return [

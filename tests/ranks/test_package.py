@@ -80,10 +80,11 @@ def test_the_sdist_is_a_checkout(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    for folder in ("lightning_cp", "hydra_plugins", "configs", "tests", "examples", "docs", ".ci"):
+    folders = "lightning_cp hydra_plugins configs benchmarks tests examples docs .ci"
+    for folder in folders.split():
         assert files_in(folder) <= names
     at_root = (
-        "README.md LICENSE CHANGELOG.md CONTRIBUTING.md Makefile mkdocs.yml constraints.txt "
+        "README.md LICENSE CHANGELOG.md CONTRIBUTING.md SECURITY.md Makefile mkdocs.yml constraints.txt "
         "constraints-oldest.txt pyproject.toml"
     )
     assert set(at_root.split()) <= names

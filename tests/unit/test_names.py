@@ -173,3 +173,13 @@ def openings_of(path: Path) -> list[str]:
 def test_docstrings_open_with_a_noun_or_a_verb() -> None:
     found = {str(path.relative_to(PACKAGE)): openings_of(path) for path in SOURCES}
     assert {name: x for name, x in found.items() if x} == {}
+
+
+def test_messages_are_in_standard_words() -> None:
+    """The page has every message of an error or a warning; it is generated."""
+    odd = re.compile(
+        r"\b([Mm]end|left as (it|they)|go(es|ing)? on|anew|nobody|is told|is no (sum|mean|number))\b"
+    )
+    lines = (ROOT / "docs/reference/messages.md").read_text().splitlines()
+    assert len(lines) > 500
+    assert [line for line in lines if odd.search(line)] == []

@@ -170,7 +170,7 @@ def _folders(config: DictConfig, folder: Path) -> tuple[list[Path], list[str]]:
     if len(made) < 2:
         raise ConfigError(
             f"there is nothing to compare: {', '.join(failed)} failed, as shown above. "
-            "Mend these runs, and start again."
+            "Correct these runs, and start again."
         )
     return made, failed
 

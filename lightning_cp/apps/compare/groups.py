@@ -280,9 +280,11 @@ def draw(groups: Sequence[RunGroup], picture: Path) -> None:
     left, right = figure.subplots(1, 2)
     for number, group in enumerate(groups):
         _draw_steps(left, group, color_of(number))
-    left.set(xlabel="step", ylabel="validation, bits per byte", title="the best of each strong")
+    left.set(
+        xlabel="step", ylabel="validation, bits per byte", title="all runs; bold: the best of each"
+    )
     _draw_swept(right, groups)
-    right.set(ylabel="validation at the end, bits per byte", title="every run, by what was swept")
+    right.set(ylabel="validation at the end, bits per byte", title="all runs by the swept setting")
     for axes in (left, right):
         axes.grid(alpha=0.3, which="both")
         axes.legend()

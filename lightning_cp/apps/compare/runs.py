@@ -168,7 +168,7 @@ def _curve(rows: list[Row], loss: str, folder: Path) -> Curve:
         if not math.isfinite(value):
             raise ConfigError(
                 f"{loss} of {folder} is {value} at step {step}. A run that has diverged agrees with nothing: "
-                "mend it, or leave it out."
+                "correct it, or leave it out."
             )
     return Curve(steps, [float(row["tokens"]) for row in filled], values)
 

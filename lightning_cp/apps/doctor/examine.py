@@ -58,7 +58,7 @@ def examine(config: DictConfig, trainers: list[L.Trainer]) -> None:
         why = strategy.parity.skip_reason or "no batch came"
         raise ConfigError(
             f"the doctor could not look at this model: {why}. "
-            "Mend that first, and run the doctor again."
+            "Correct that first, and run the doctor again."
         )
 
 

@@ -41,7 +41,7 @@ def checkpoint_to_resume(asked: str | None, checkpoints: Path) -> str | None:
     if found is None:
         print_once(f"resume=auto: no checkpoint in {_shown(checkpoints)} yet, so this is a new run")
     else:
-        print_once(f"resume=auto: going on from {_shown(found)}")
+        print_once(f"resume=auto: continues from {_shown(found)}")
     return None if found is None else str(found)
 
 

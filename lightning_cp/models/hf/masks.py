@@ -206,7 +206,7 @@ def _closure_arguments(function: Callable[..., Any]) -> dict[str, Any]:
 
 def _describe_part(made: str, function: Callable[..., Any]) -> str:
     if made != "or_masks":
-        return f"{made} ({_MEANINGS.get(made, 'and_mask_function or a mask function of its own')})"
+        return f"{made} ({_MEANINGS.get(made, 'and_mask_function or its own mask function')})"
     parts = " | ".join(
         _factory_name(part) for part in _closure_arguments(function)["mask_functions"]
     )

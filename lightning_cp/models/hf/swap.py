@@ -210,7 +210,7 @@ def swap_hf(model: Any, handle: SwapHandle) -> SwapMethod:
     if own:
         swap_own_attention(model, handle, attend)
     CallCheck(handle, _hf_modules(model), before)
-    return SwapMethod("attention of its own, patched" if own else "attention interface", before)
+    return SwapMethod("own attention, patched" if own else "attention interface", before)
 
 
 def _version() -> str:
@@ -222,7 +222,7 @@ def _uses_interface(model: Any) -> bool:
 
 
 _ALIBI = (
-    "It adds an ALiBi bias to its scores in attention of its own. ALiBi is exact in "
+    "It adds an ALiBi bias to its scores in its own attention. ALiBi is exact in "
     "context_parallel_attention(q, k, v, spec=AttentionSpec(alibi_slopes=...)), which a model of your own "
     "can call. "
 )

@@ -28,6 +28,16 @@ def test_within_bounds(capability: int, head_dim: int, heads: str) -> None:
     check_bounds(capability, head_dim, taken)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("capability", TARGETS)
+def test_the_merge_spills_nothing(capability: int, head_dim: int, dtype: str) -> None:
+    taken = compiled(capability, dtype, head_dim, head_dim, scores="plain", kernels="merge_results")
+    check_memory(capability, taken)
+    assert taken["merge_results"]["stores"] == 0
+
+
 def test_a_kernel_of_each_kind_quickly() -> None:
     """One of the cells above and the merge, which has no products."""
     taken = compiled(90, "bfloat16", 128, 128, scores="plain", kernels="forward,merge_results")

@@ -53,7 +53,7 @@ def test_outside_of_a_step_it_is_the_plain_model(model: str) -> None:
     handle = SwapHandle(mesh)
     how, before = swap_hf(swapped, handle)
     assert torch.equal(swapped(input_ids=ids).logits, plain(input_ids=ids).logits)
-    assert how == "attention of its own, patched"
+    assert how == "own attention, patched"
     assert before in ("eager", "sdpa")
     handle.activate(cast(Any, SimpleNamespace(layout=SimpleNamespace(seq_len=4))))
     patched = [type(part).__name__ for part in swapped.modules() if "forward" in vars(part)]

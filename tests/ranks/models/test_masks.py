@@ -102,7 +102,7 @@ BLOCKS = BLOCKWISE(torch.zeros(1, 5, dtype=torch.long)) if BLOCKWISE else None
 @pytest.mark.parametrize(
     ("function", "match"),
     [
-        (own, r"not sharded: .*test_masks\.own \(and_mask_function or a mask function of its own\)"),
+        (own, r"not sharded: .*test_masks\.own \(and_mask_function or its own mask function\)"),
         (theirs.and_masks(theirs.causal_mask_function, FALSE), r"not sharded: .*test_masks\.<lambda>"),
         (theirs.and_masks(theirs.causal_mask_function, own), r"not sharded: .*test_masks\.own"),
         (packed(own), r"not sharded: .*test_masks\.own"),

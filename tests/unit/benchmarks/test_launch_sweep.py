@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ import torch
 from benchmarks import launch_sweep
 from benchmarks.launch_sweep import fastest, save
 from lightning_cp.bench.methods import AttentionCase
+from lightning_cp.kernels.merge import Accumulator
+from lightning_cp.kernels.protocol import QKV, Output, Scores
+from lightning_cp.kernels.reference import ReferenceKernel
 from lightning_cp.kernels.triton.blocks import (
     TABLE,
     BlockConfig,
@@ -40,6 +44,39 @@ def test_each_kernel_gets_its_fastest_blocks() -> None:
     assert found == {Key(90, "half", 64): BEST, Key(90, "half", 128): BEST}
     single = launch_sweep.swept(replace(CASE, dtype=torch.float32), (64,), 80, seconds)
     assert single.keys() == {Key(80, "single", 64)}
+
+
+class ScaledKernel(ReferenceKernel):
+    """Has other results with 64 queries in a block, as a miscompiled kernel would."""
+
+    def __init__(self, configs: BlockConfigs) -> None:
+        super().__init__()
+        self._wrong = configs
+
+    def forward(self, inputs: QKV, tiles: Any, scores: Scores, state: Accumulator) -> None:
+        factor = 1.1 if self._wrong.forward.own == 64 else 1.0
+        super().forward(inputs._replace(v=inputs.v * factor), tiles, scores, state)
+
+    def backward(
+        self, merged: Output, inputs: QKV, tiles: Any, scores: Scores, gradients: Any
+    ) -> None:
+        factor = float("nan") if self._wrong.keys.own == 64 else 1.0
+        super().backward(merged, inputs._replace(q=inputs.q * factor), tiles, scores, gradients)
+
+
+@pytest.mark.parametrize("kernel", ["forward", "keys"])
+def test_fast_blocks_with_wrong_results_are_left_out(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_sweep, "TritonFA2", ScaledKernel)
+    right, wrong = BlockConfig(128, 32, 8, 3), BlockConfig(64, 32, 8, 3)
+    configs = BlockConfigs(right, right, right)
+    case = replace(CASE, dtype=torch.float32)
+    assert launch_sweep.seconds_of(case, configs, kernel)
+    with pytest.warns(
+        UserWarning, match=rf"^{kernel} with .* is wrong on this GPU: relative error"
+    ):
+        assert launch_sweep.seconds_of(case, configs._replace(**{kernel: wrong}), kernel) is None
 
 
 def test_equal_times_keep_the_table() -> None:

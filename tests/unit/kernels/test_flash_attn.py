@@ -34,9 +34,11 @@ KERNELS = {
     **dict.fromkeys(("2.6.0", "2.6.3", "2.8.3"), FlashAttn2),
     **dict.fromkeys(("3.old", "3"), FlashAttn3),
 }
-SIGNATURES: dict[str, dict[str, dict[str, str]]] = json.loads(
-    (Path(standin.__file__).parent / "flash_attn_signatures.json").read_text()
-)
+RECORDED = json.loads((Path(standin.__file__).parent / "signatures.json").read_text())
+SIGNATURES: dict[str, dict[str, dict[str, str]]] = {
+    package: {entry["versions"][0]: entry["functions"] for entry in RECORDED[package]["signatures"]}
+    for package in ("flash_attn_2", "flash_attn_3")
+}
 """Arguments of the packages' functions, by the first version that has them."""
 ALWAYS = PackRule(fewest=1)
 BF16 = Request("cuda", torch.bfloat16, 64, frozenset({"full", "causal"}))
@@ -238,7 +240,7 @@ def test_every_recorded_signature_is_called_by_its_names(
     module = ModuleType(package)
     for name, arguments in SIGNATURES[package][version].items():
         space: dict[str, Any] = {"called": called}
-        exec(f"def {name}({arguments.replace(' ', ', ')}):\n    called.append(locals())", space)
+        exec(f"def {name}({arguments.replace(' | ', ', ')}):\n    called.append(locals())", space)
         setattr(module, name, space[name])
     monkeypatch.setattr(flash_attn, "LibraryFunction", Recorded)
     monkeypatch.setattr(flash_attn, "_import", lambda *_: module)

@@ -39,7 +39,7 @@ Functions = Mapping[str, str]
 """Signatures by name: parameters with their defaults, between bars; ``*`` begins keywords."""
 
 
-def versions(package: str, *, old: tuple[str, ...] = ()) -> list[Any]:
+def versions(package: str) -> list[Any]:
     """The distinct signatures of a package, by the first version that has them."""
     cells = []
     for entry in RECORDED[package]["signatures"]:

@@ -24,7 +24,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "header that is a list": (raw(b"[]"), "not a JSON object"),
     "header that is empty": (raw(b""), "not valid JSON"),
     "header nested too deeply": (raw(DEEP), "nested too deeply"),
-    "NaN in the header": (raw(b'{"a": NaN}'), "NaN is no number"),
+    "NaN in the header": (raw(b'{"a": NaN}'), "NaN is not a number"),
     "a name twice": (
         raw(b'{"a":%s,"a":%s}' % ((json.dumps(GOOD["a"]).encode(),) * 2)),
         "'a' comes twice",
