@@ -66,6 +66,14 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 900
 
 
+def test_the_docs_are_short() -> None:
+    """Without the pages that are generated."""
+    generated = {"settings.md", "messages.md", "cli.md"}
+    pages = [path for path in DOCS.rglob("*.md") if path.name not in generated]
+    words = sum(len(path.read_text().replace("|", "").split()) for path in pages)
+    assert words <= 40_000, f"{words:,} words: say a thing once, and link to it"
+
+
 def test_the_site_has_every_page() -> None:
     text = (ROOT / "mkdocs.yml").read_text()
     listed = set(re.findall(r"[\w./-]+\.md", yaml.dump(yaml.safe_load(text)["nav"])))
