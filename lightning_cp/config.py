@@ -470,7 +470,7 @@ def _settings_of(group: str, given: Any) -> dict[str, Any]:
         return {}
     if type(given) is kind:
         return not_default(given)
-    names = [item.name for item in fields(kind)]
+    names = _names_of(kind)
     if not isinstance(given, Mapping):
         raise ConfigError(
             f"{group} must be a {kind.__name__} or a mapping of its settings, got {given!r}. Its settings "
@@ -479,12 +479,18 @@ def _settings_of(group: str, given: Any) -> dict[str, Any]:
     settings = dict(cast(Mapping[str, Any], given))
     for name in settings:
         if name not in names:
+            homes = [other for other, kind in GROUPS.items() if name in _names_of(kind)]
             near = get_close_matches(str(name), names, n=1)
-            hint = f"Did you mean {near[0]}? " if near else ""
+            hint = f"It is a setting of {homes[0]}=. " if homes else ""
+            hint = hint or (f"Did you mean {near[0]}? " if near else "")
             raise ConfigError(
                 f"{group}= has no setting {name!r}. {hint}Its settings are {', '.join(names)}."
             )
     return settings
+
+
+def _names_of(group: type) -> list[str]:
+    return [item.name for item in fields(group)]
 
 
 def profile_steps(profile: Any) -> tuple[int, ...]:
@@ -562,6 +568,8 @@ def resolve_cp_size(settings: StrategyConfig, world_size: int) -> int:
             if not left
             else (f"{inner} devices, or a multiple of it with data_parallel_size=<that multiple>")
         )
+        if not world_size % others:
+            fix += f", or no size of context parallelism, so that {world_size // others} ranks share a sample"
         raise ConfigError(
             f"the mesh sizes must multiply to the world size {world_size}, got "
             f"{' x '.join(shown)}, which is {wanted * others} ranks. What would work: {fix}."

@@ -220,11 +220,15 @@ def short_line_of(error: BaseException) -> str:
 
 
 def user_frames(error: BaseException) -> str:
-    """Return the user's frames of a traceback, in Python's format."""
+    """Return the user's frames of an error and of what caused it, in Python's format, outermost first."""
     walk = traceback.walk_tb(error.__traceback__)
     own = traceback.StackSummary.extract((frame, at) for frame, at in walk if _is_user_frame(frame))
     cause = error.__cause__
-    return "".join(own.format()) + (cause.frames if isinstance(cause, RankTraceback) else "")
+    if isinstance(cause, RankTraceback):
+        of_cause = cause.frames
+    else:
+        of_cause = "" if cause is None else user_frames(cause)
+    return "".join(own.format()) + of_cause
 
 
 class SourceLine(NamedTuple):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -91,6 +92,12 @@ class CheckpointError(LightningCPError, RuntimeError):
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):
     """A path without a checkpoint."""
+
+
+def advise_choice(value: object, known: Collection[str]) -> str:
+    """Return what to do about an unknown name: take the nearest of the known ones, or choose one."""
+    near = get_close_matches(str(value), known, n=1)
+    return f"Did you mean {near[0]!r}?" if near else "Choose one of these."
 
 
 def without_home(text: str) -> str:

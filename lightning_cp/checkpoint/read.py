@@ -198,7 +198,9 @@ def _check_exists(path: Path) -> None:
         there = f" That folder has: {', '.join(near[:5])}{more}." if near else ""
         if path.is_symlink():
             there = f" It is a link to {path.readlink().name}, which is not there.{there}"
-        raise MissingCheckpointError(f"Checkpoint file not found: {display_path(path)}.{there}")
+        raise MissingCheckpointError(
+            f"Checkpoint file not found: {display_path(path)}.{there} Give the path of one that was saved."
+        )
 
 
 def _names_nearby(path: Path) -> list[str]:

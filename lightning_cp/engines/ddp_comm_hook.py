@@ -159,6 +159,18 @@ def without_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+_OTHER_NAMES = {
+    **dict.fromkeys(("cp", "cp_size", "context_parallel"), "context_parallel_size"),
+    **dict.fromkeys(("tp", "tp_size", "tensor_parallel"), "tensor_parallel_size"),
+    **dict.fromkeys(("dp", "dp_size"), "data_parallel_size"),
+    **dict.fromkeys(("ring", "ring_degree"), "ring_size"),
+    **dict.fromkeys(("ulysses", "ulysses_degree"), "ulysses_size"),
+    **dict.fromkeys(("checkpointing", "gradient_checkpointing"), "activation_checkpointing"),
+    **{"offload": "activation_offload", "engine": "data_parallel", "precision": "mixed_precision"},
+}
+"""Settings under the names of the planner and of other libraries."""
+
+
 def check_known_options(options: Mapping[str, Any]) -> None:
     """Check that DistributedDataParallel takes these remaining arguments of the strategy.
 
@@ -171,10 +183,14 @@ def check_known_options(options: Mapping[str, Any]) -> None:
         return
     settings = [item.name for item in fields(StrategyConfig)]
     known = [*settings, *GROUPS, *sorted(passed_on | _arguments(DDPStrategy))]
-    nearest = {name: get_close_matches(name, known, n=1) for name in unknown}
-    hints = [
-        f" Did you mean {near[0]} instead of {name}?" for name, near in nearest.items() if near
-    ]
+    nearest = {
+        name: near
+        for name in unknown
+        if (near := _OTHER_NAMES.get(name) or next(iter(get_close_matches(name, known, n=1)), ""))
+    }
+    hints = [f" Did you mean {near} instead of {name}?" for name, near in nearest.items()]
+    if "precision" in unknown:
+        hints.append(" precision= belongs to the Trainer or to Fabric.")
     if len(hints) < len(unknown):
         hints.append(
             f" Settings of this strategy: {', '.join(settings)}. Others are DDPStrategy's, such as "

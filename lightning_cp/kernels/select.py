@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import ConfigError, advise_choice
 from lightning_cp.kernels.aten import AtenCpuFlash, AtenCudaCudnn, AtenCudaFlash
 from lightning_cp.kernels.auto import Order, Platform, Tiles, auto_order
 from lightning_cp.kernels.flash_attn import FlashAttn2, FlashAttn3
@@ -136,7 +136,8 @@ def _check_name(name: str, every: Mapping[str, Kernel]) -> None:
     """
     if name != "auto" and name not in every and name not in ALIASES:
         known = ", ".join(["auto", *ALIASES, *every])
-        raise ConfigError(f"unknown kernel {name!r}. Known: {known}.")
+        advice = advise_choice(name, [*ALIASES, *every])
+        raise ConfigError(f"unknown kernel {name!r}. Known: {known}. {advice}")
 
 
 def _refusal(name: str, kernel: Kernel, request: Request) -> str | None:

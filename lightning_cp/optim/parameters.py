@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import ConfigError, advise_choice
 from lightning_cp.optim.newton_schulz import COEFFICIENTS, EPS, STEPS
 from lightning_cp.utils.console import (
     Place,
@@ -55,7 +55,8 @@ def check_known(name: str, value: object, known: tuple[str, ...]) -> None:
         ConfigError: naming the known values.
     """
     if value not in known:
-        raise ConfigError(f"{name}={value!r} is unknown. Known: {', '.join(known)}.")
+        advice = advise_choice(value, known)
+        raise ConfigError(f"{name}={value!r} is unknown. Known: {', '.join(known)}. {advice}")
 
 
 def is_number(x: object) -> bool:

@@ -180,11 +180,12 @@ class Runner:
                 f"({type(failed).__name__}: {failed}). Make copies of weights from the sharded ones: in "
                 "on_fit_start, by p.detach().clone(); with Fabric after fabric.setup."
             )
-        other = "lower" if isinstance(failed, torch.OutOfMemoryError) else "raise"
+        advice = "Correct the step; if it fails only on so few tokens, raise parity_tokens"
+        if isinstance(failed, torch.OutOfMemoryError):
+            advice = "Lower parity_tokens"
         return ConfigError(
             f"the parity check ran the step on {self.count(batch)} tokens of its batch, and it failed: "
-            f"{type(failed).__name__}: {failed}. If it does not fail in training, say parity_check='off', or "
-            f"{other} parity_tokens."
+            f"{type(failed).__name__}: {failed}. {advice}. parity_check='off' leaves the check out."
         )
 
     def check_reason(self, reason: str | None, what: str) -> None:

@@ -31,7 +31,7 @@ from lightning_cp.config import (
     parity_steps_of,
 )
 from lightning_cp.engines.checks import check_engine, check_module_names
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import ConfigError, advise_choice
 
 TENSOR_PARALLEL_ENGINES = ("fsdp", "hsdp")
 
@@ -364,9 +364,9 @@ def check_choices(settings: StrategyConfig) -> None:
         value, choices = getattr(settings, item.name), item.metadata["choices"]
         if choices and value not in choices:
             instead = item.metadata["instead"]
-            works = f" What works now: {instead}." if instead else ""
+            works = f"What works now: {instead}." if instead else advise_choice(value, choices)
             raise ConfigError(
-                f"{item.name} must be one of {', '.join(choices)}, got {value!r}.{works}"
+                f"{item.name} must be one of {', '.join(choices)}, got {value!r}. {works}"
             )
 
 

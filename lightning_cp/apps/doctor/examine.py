@@ -18,9 +18,9 @@ from lightning_cp.strategies.validation import check_parity_schedule
 class StopBeforeTraining(Callback):
     """End the run after the check of the first batch, before training on it."""
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> Any:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         trainer.should_stop = True
-        return -1  # ends the epoch
+        raise StopIteration  # ends the epoch: the result of a callback's hook is not read
 
 
 def examine(config: DictConfig, trainers: list[L.Trainer]) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_cp import error_display
 from lightning_cp.checkpoint.atomic import (
     SAVING,
     discard,
@@ -47,6 +48,7 @@ from lightning_cp.checkpoint.pretrained.keys import (
     tensors_of,
     unwrap,
 )
+from lightning_cp.checkpoint.pretrained.matching import lost_names
 from lightning_cp.checkpoint.pretrained.options import check_complete, dtype_of
 from lightning_cp.checkpoint.reshard import assemble
 from lightning_cp.comm.consensus import World, error_summary
@@ -81,6 +83,8 @@ class ExportPlan:
     parts: dict[str, JoinedTensor]
     shapes: dict[str, TensorSpec]
     files: dict[str, list[str]]
+    is_renamed: bool = False
+    """True if the user named tensors of the files."""
     is_adapter: bool = False
     """True if the network writes itself, as adapters have their own files; ``files`` is empty."""
 
@@ -121,7 +125,7 @@ def plan_export(
     parts = _parts(held, rules)
     shapes = {key: joined.shape(dtype) for key, joined in parts.items()}
     files = {} if adapters else split_into_files(shapes, file_bytes)
-    return ExportPlan(network, parts, shapes, files, is_adapter=bool(adapters))
+    return ExportPlan(network, parts, shapes, files, bool(rules), bool(adapters))
 
 
 def adapters_of(network: nn.Module) -> frozenset[str]:
@@ -320,7 +324,7 @@ def export_errors(target: Path) -> Iterator[None]:
         raise CheckpointError(
             f"the export could not be written to {display_path(target)}, and nothing of it is left: "
             f"{error_summary(raised)}. "
-            "The model is as it was: call the export again when that is mended."
+            "The model is as it was: call the export again when that is fixed."
         ) from raised
 
 
@@ -491,6 +495,8 @@ def _begin(made: ExportPlan, config: Any, staged: Path) -> None:
     staged.mkdir(parents=True)
     if not made.is_adapter:
         _save_config(made, staged, config)
+        if not made.is_renamed and (text := lost_names(made.network, made.parts)):
+            error_display.warn(text)
 
 
 def _save_adapters(network: Any, tensors: dict[str, torch.Tensor], staged: Path) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
+import sys
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
+from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_cp.checkpoint.pretrained.files import WeightFiles
@@ -82,6 +86,31 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 def first_names(names: Sequence[str], at_most: int = 5) -> str:
     """The first names, for a message."""
     return ", ".join(names[:at_most]) + (", ..." if len(names) > at_most else "")
+
+
+def lost_names(network: Any, names: Collection[str]) -> str:
+    """Return a warning if ``from_pretrained`` would not read some names of an export; empty if it reads all.
+
+    A network of transformers whose modules were replaced (by adapters of the user's own, say) has other names
+    than a new one of its class.
+    """
+    transformers: Any = sys.modules.get("transformers")
+    if transformers is None or not isinstance(network, transformers.PreTrainedModel):
+        return ""
+    with torch.device("meta"):
+        new = type(network)(copy.deepcopy(network.config))
+    aliases = list(tensors_of(new).aliases.values())
+    read = {name for each in aliases for name in each}
+    if not (lost := [name for name in names if name not in read]):
+        return ""
+    kind = type(network).__name__.removeprefix("FSDP")
+    missing = [each[0] for each in aliases if not any(name in names for name in each)]
+    instead = f", and would draw new values for {first_names(missing, 2)}" if missing else ""
+    return (
+        f"{kind}.from_pretrained would not read {len(lost)} tensors of this export ({first_names(lost, 2)})"
+        f"{instead}: a {kind} has no such parameters. Merge adapters into the weights before the export, or "
+        "name tensors by keys=. load_pretrained reads the export into a model with the same modules."
+    )
 
 
 Keys = tuple[str, ...]

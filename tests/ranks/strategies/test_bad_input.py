@@ -331,7 +331,11 @@ def fit_with(rank: int, world_size: int, settings: dict[str, Any]) -> None:
     ("world_size", "settings", "match"),
     [
         (4, {"ring_size": 2, "ulysses_size": 1}, "world size 4.*ring_size=2.*data_parallel_size=2"),
-        (4, {"context_parallel_size": 3}, "world size 4.*context_parallel_size=3"),
+        (
+            4,
+            {"context_parallel_size": 3},
+            "world size 4.*context_parallel_size=3.* 3 devices, .*, so that 4 ranks share a sample",
+        ),
         (
             4,
             {"data_parallel_size": 3},

@@ -88,3 +88,37 @@ def test_tied_weights_are_written_under_the_keys_that_load_takes(
     assert load_pretrained(again, tmp_path / "made", keys=keys, progress=False).missing == ()
     assert again.head.weight is again.embed.weight
     assert all(map(torch.equal, again.parameters(), model.parameters()))
+
+
+class Adapter(nn.Module):
+    """A linear layer with a trained product beside it, by hand."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+
+
+def test_names_that_from_pretrained_would_not_read_are_named(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    network = transformers.LlamaForCausalLM(config)
+    export_pretrained(network, tmp_path / "plain")  # no warning
+    attention = network.model.layers[0].self_attn
+    attention.q_proj = Adapter(attention.q_proj)
+    name = "model.layers.0.self_attn.q_proj"
+    with pytest.warns(
+        UserWarning,
+        match=rf"LlamaForCausalLM.from_pretrained would not read 2 tensors .*{name}.base.weight.*"
+        rf"new values for {name}.weight: .* Merge adapters",
+    ):
+        export_pretrained(network, tmp_path / "adapted")
+    merged = {f"{name}.base.weight": f"{name}.weight", f"{name}.down.weight": "beside"}
+    export_pretrained(network, tmp_path / "named", keys=merged)
+    assert stored(tmp_path / "named").keys() == {*stored(tmp_path / "plain"), "beside"}
