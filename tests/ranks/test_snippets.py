@@ -23,7 +23,7 @@ from lightning_cp.apps.plan.__main__ import main as plan_program
 from lightning_cp.utils.run_folder import config_dir
 from tests.helpers.docs.pages import ENTRIES, ROOT, Snippet, snippets
 from tests.helpers.docs.scenes import RANKS, SCENES, play
-from tests.helpers.launch.start import environment
+from tests.helpers.launch.start import all_succeeded, environment, ranks, torchrun_variables
 from tests.helpers.pool import run_ranks
 
 COMMAND = re.compile(r"-m lightning_cp\.(train|doctor|plan|compare|bench)(?![.\w])([^#\n]*)")
@@ -31,12 +31,39 @@ PLACEHOLDER = re.compile(r"<(\w+)>")
 FOLDERS = {"compare": "compare", "bench": "bench"}
 CONFIGS = {"doctor": "train"}
 LIMIT = 280
+SHORT = "shortened"
+"""The scene of commands that train for a few steps, on two ranks that start as torchrun would start them."""
+SMALL = (
+    *(
+        "trainer.max_steps=3",
+        "trainer.devices=2",
+        "trainer.val_check_interval=3",
+        "data.seq_len=64",
+    ),
+    *(
+        "data.validation_sequences=1",
+        "model.warmup_steps=1",
+        "model.network.config.num_hidden_layers=1",
+    ),
+)
+TRAIN = """
+import lightning as L
+from tests.helpers.docs.reader import Module, loader
+
+trainer = L.Trainer(strategy="ulysses_ring", accelerator="cpu", devices=2, max_steps=2, logger=False)
+trainer.fit(module := Module(), loader())
+print(f"trained {module.trained} steps")
+"""
+"""The program of a reader."""
 SNIPPETS = list(snippets())
 RUN = [one for one in SNIPPETS if one.runs]
+SHORTENED = [one for one in RUN if one.scene == SHORT]
 PROGRAM_PAGES = {one.page for one in RUN if one.language != "python" and not one.scene}
 PROGRAMS: dict[str, list[Snippet]] = defaultdict(list)
 PARTS: dict[str, list[Snippet]] = defaultdict(list)
 for _one in RUN:
+    if _one in SHORTENED:
+        continue
     _is_program = _one.page in PROGRAM_PAGES and not _one.scene
     (PROGRAMS if _is_program else PARTS)[_one.page].append(_one)
 PARTS_OF_EXAMPLES = [one for one in SNIPPETS if one.entry.startswith("part of examples/")]
@@ -47,8 +74,8 @@ def test_every_snippet_runs_or_has_a_reason_not_to() -> None:
     known = {(one.page, one.first_line) for one in SNIPPETS}
     assert listed <= known, "docs/snippets.yaml lists snippets that are no more"
     assert all(len(entry.split()) > 1 for lines in ENTRIES.values() for entry in lines.values())
-    assert {one.scene for one in RUN} <= set(SCENES)
-    assert len(RUN) >= 70
+    assert {one.scene for one in RUN} <= {*SCENES, SHORT}
+    assert len(RUN) >= 77
 
 
 @pytest.mark.parametrize(
@@ -78,6 +105,20 @@ def test_parts_of_programs_run(page: str) -> None:
     """On ranks that stand, each with names of its own and what its scene gives it."""
     for one in PARTS[page]:
         run_ranks(RANKS.get(one.scene, 2), play, one)
+
+
+@pytest.mark.parametrize("one", SHORTENED, ids=str)
+def test_commands_train_in_short(one: Snippet, tmp_path: Path) -> None:
+    """One of a block: others differ in settings, which are all looked up."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    words = shlex.split(one.code.splitlines()[0], comments=True)
+    at = words.index("train.py") if "train.py" in words else words.index("-m")
+    small: tuple[str, ...] = () if "train.py" in words else SMALL
+    if small and not any(word.startswith("strategy=") for word in words):
+        small = (*small, "strategy=ulysses")  # the default needs four ranks
+    done = all_succeeded(ranks(tmp_path, torchrun_variables(2), *words[at:], *small))
+    assert re.search(r"^ *trained +[23] steps", done[0].output, re.MULTILINE)
+    assert ("strategy.profile=3" in words) == ("Training step 3, milli" in done[0].output)
 
 
 def require_success(one: Snippet, command: list[str], folder: Path) -> None:
