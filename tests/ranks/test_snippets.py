@@ -1,7 +1,7 @@
-"""Snippets of the docs run: programs and commands as a reader starts them, other code after common imports.
+"""Snippets of the docs run: programs and commands as a reader starts them, other code in its scene.
 
-``docs/snippets.yaml`` lists those that do not run, each with a reason. Commands that do not run still have to
-name settings that exist.
+``docs/snippets.yaml`` names the scenes, and lists what does not run, each with a reason. Commands that do not
+run still have to name settings that exist.
 """
 
 from __future__ import annotations
@@ -11,93 +11,71 @@ import shlex
 import subprocess
 import sys
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep
 
 from lightning_cp.apps.plan.__main__ import main as plan_program
 from lightning_cp.utils.run_folder import config_dir
-from tests.helpers.launch.start import environment
+from tests.helpers.docs.pages import ENTRIES, ROOT, Snippet, snippets
+from tests.helpers.docs.scenes import RANKS, SCENES, play
+from tests.helpers.launch.start import all_succeeded, environment, ranks, torchrun_variables
+from tests.helpers.pool import run_ranks
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-FENCED = re.compile(r"^```(python|sh|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"-m lightning_cp\.(train|doctor|plan|compare|bench)(?![.\w])([^#\n]*)")
 PLACEHOLDER = re.compile(r"<(\w+)>")
 FOLDERS = {"compare": "compare", "bench": "bench"}
 CONFIGS = {"doctor": "train"}
-PRELUDE = """
-import warnings
-warnings.filterwarnings("ignore")
-from itertools import islice
-import lightning as L
-import torch
-import torch.nn.functional as F
-from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, IterableDataset
-from lightning_cp import *
-from lightning_cp import config as _config
-globals().update({k: v for k, v in vars(_config).items() if k.endswith("Settings")})
-"""
-"""What a reader of a part of a program has imported."""
 LIMIT = 280
+SHORT = "shortened"
+"""The scene of commands that train for a few steps, on two ranks that start as torchrun would start them."""
+SMALL = (
+    *(
+        "trainer.max_steps=3",
+        "trainer.devices=2",
+        "trainer.val_check_interval=3",
+        "data.seq_len=64",
+    ),
+    *(
+        "data.validation_sequences=1",
+        "model.warmup_steps=1",
+        "model.network.config.num_hidden_layers=1",
+    ),
+)
+TRAIN = """
+import lightning as L
+from tests.helpers.docs.reader import Module, loader
 
-
-@dataclass(frozen=True)
-class Snippet:
-    """A block of code of a page."""
-
-    page: str
-    language: str
-    code: str
-
-    @property
-    def first_line(self) -> str:
-        """The name of a snippet, without a comment."""
-        return re.sub(r"\s+# .*", "", self.code.split("\n", 1)[0]).strip()
-
-
-def snippets() -> list[Snippet]:
-    pages = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-    return [
-        Snippet(path.relative_to(DOCS if DOCS in path.parents else ROOT).as_posix(), *found)
-        for path in pages
-        for found in FENCED.findall(path.read_text())
-    ]
-
-
-NOT_RUN: dict[str, dict[str, str]] = yaml.safe_load((DOCS / "snippets.yaml").read_text())
-SNIPPETS = snippets()
-RUN: dict[str, list[Snippet]] = defaultdict(list)
-for _one in SNIPPETS:
-    if _one.first_line not in NOT_RUN.get(_one.page, {}):
-        RUN[_one.page].append(_one)
-PARTS_OF_EXAMPLES = [
-    one
-    for one in SNIPPETS
-    if NOT_RUN.get(one.page, {}).get(one.first_line, "").startswith("part of examples/")
-]
-PROGRAMS = {
-    page: found for page, found in RUN.items() if any(x.language != "python" for x in found)
-}
-PARTS = {page: found for page, found in RUN.items() if page not in PROGRAMS}
+trainer = L.Trainer(strategy="ulysses_ring", accelerator="cpu", devices=2, max_steps=2, logger=False)
+trainer.fit(module := Module(), loader())
+print(f"trained {module.trained} steps")
+"""
+"""The program of a reader."""
+SNIPPETS = list(snippets())
+RUN = [one for one in SNIPPETS if one.runs]
+SHORTENED = [one for one in RUN if one.scene == SHORT]
+PROGRAM_PAGES = {one.page for one in RUN if one.language != "python" and not one.scene}
+PROGRAMS: dict[str, list[Snippet]] = defaultdict(list)
+PARTS: dict[str, list[Snippet]] = defaultdict(list)
+for _one in RUN:
+    if _one in SHORTENED:
+        continue
+    _is_program = _one.page in PROGRAM_PAGES and not _one.scene
+    (PROGRAMS if _is_program else PARTS)[_one.page].append(_one)
+PARTS_OF_EXAMPLES = [one for one in SNIPPETS if one.entry.startswith("part of examples/")]
 
 
 def test_every_snippet_runs_or_has_a_reason_not_to() -> None:
-    listed = {(page, line) for page, lines in NOT_RUN.items() for line in lines}
+    listed = {(page, line) for page, lines in ENTRIES.items() for line in lines}
     known = {(one.page, one.first_line) for one in SNIPPETS}
     assert listed <= known, "docs/snippets.yaml lists snippets that are no more"
-    assert all(len(reason.split()) > 1 for lines in NOT_RUN.values() for reason in lines.values())
-    assert sum(map(len, RUN.values())) > 25
-    assert len(PROGRAMS) >= 1
-    assert len(PARTS) >= 8
+    assert all(len(entry.split()) > 1 for lines in ENTRIES.values() for entry in lines.values())
+    assert {one.scene for one in RUN} <= {*SCENES, SHORT}
+    assert len(RUN) >= 77
 
 
 @pytest.mark.parametrize(
@@ -121,21 +99,26 @@ def test_programs_and_commands_run(page: str, tmp_path: Path) -> None:
         require_success(one, command, tmp_path)
 
 
-def test_parts_of_programs_run(tmp_path: Path) -> None:
-    """Each with names of its own, all in one process: imports take seconds."""
-    lines = [PRELUDE, "_names = dict(globals())"]
-    every = [one for found in PARTS.values() for one in found]
-    lines += [f"exec({one.code!r}, {{**_names, '__name__': 'snippet'}})" for one in every]
-    (tmp_path / "parts.py").write_text("\n".join(lines))
-    done = run([sys.executable, "parts.py"], tmp_path)
-    assert done.returncode == 0, (
-        f"{every[failed(done.stderr, len(lines) - len(every))]}: {done.stderr}"
-    )
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("page", PARTS)
+def test_parts_of_programs_run(page: str) -> None:
+    """On ranks that stand, each with names of its own and what its scene gives it."""
+    for one in PARTS[page]:
+        run_ranks(RANKS.get(one.scene, 2), play, one)
 
 
-def failed(traceback: str, before: int) -> int:
-    line = re.search(r'parts\.py", line (\d+)', traceback)
-    return int(line[1]) - PRELUDE.count("\n") - before - 1 if line else 0
+@pytest.mark.parametrize("one", SHORTENED, ids=str)
+def test_commands_train_in_short(one: Snippet, tmp_path: Path) -> None:
+    """One of a block: others differ in settings, which are all looked up."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    words = shlex.split(one.code.splitlines()[0], comments=True)
+    at = words.index("train.py") if "train.py" in words else words.index("-m")
+    small: tuple[str, ...] = () if "train.py" in words else SMALL
+    if small and not any(word.startswith("strategy=") for word in words):
+        small = (*small, "strategy=ulysses")  # the default needs four ranks
+    done = all_succeeded(ranks(tmp_path, torchrun_variables(2), *words[at:], *small))
+    assert re.search(r"^ *trained +[23] steps", done[0].output, re.MULTILINE)
+    assert ("strategy.profile=3" in words) == ("Training step 3, milli" in done[0].output)
 
 
 def require_success(one: Snippet, command: list[str], folder: Path) -> None:
@@ -177,7 +160,7 @@ def test_settings_of_commands_exist(page: str, program: str, words: tuple[str, .
 
 @pytest.mark.parametrize("one", PARTS_OF_EXAMPLES, ids=lambda one: f"{one.page} {one.first_line}")
 def test_parts_of_examples_are_in_them(one: Snippet) -> None:
-    file = NOT_RUN[one.page][one.first_line].removeprefix("part of ")
+    file = one.entry.split(";")[0].removeprefix("part of ")
     lines, whole = (
         "\n".join(line.strip() for line in text.splitlines())
         for text in (one.code, (ROOT / file).read_text())

@@ -35,7 +35,6 @@ def test_attention_alone_equals_one_process(tmp_path: Path) -> None:
     assert 0.0 < float(found[1]) < 5e-6
 
 
-@pytest.mark.nightly
 def test_a_plain_model_has_the_losses_of_one_process(tmp_path: Path) -> None:
     path = {"PYTHONPATH": installed_path(tmp_path), "OMP_NUM_THREADS": "1"}
     variables = [{**own, **path} for own in torchrun_variables(2)]

@@ -59,20 +59,20 @@ def losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step +\d+  loss (\S+)$", output, re.MULTILINE)]
 
 
-def of_one_and_of_two(folder: Path, script: str, *arguments: str) -> list[str]:
+def of_one_and_of_two(folder: Path, script: Path, *arguments: str) -> list[str]:
     """What the first rank prints, of one process and of two."""
     path = {"PYTHONPATH": installed_path(folder), "CUDA_VISIBLE_DEVICES": ""}
     found: list[str] = []
     for count, variables in ((1, [{}]), (2, torchrun_variables(2))):
         given = [argument.replace("COUNT", str(count)) for argument in arguments]
-        command = (EXAMPLES / script, *given, "--devices", count)
+        command = (script, *given, "--devices", count)
         first, *_ = all_succeeded(ranks(folder, [{**own, **path} for own in variables], *command))
         found.append(first.output)
     return found
 
 
 def test_lora_on_packed_documents_has_the_losses_of_one_process(tmp_path: Path) -> None:
-    alone, shared = of_one_and_of_two(tmp_path, "lora.py")
+    alone, shared = of_one_and_of_two(tmp_path, EXAMPLES / "lora.py")
     assert len(losses(shared)) == 8
     assert losses(shared)[-1] < losses(shared)[0] - 0.1
     assert losses(shared) == pytest.approx(losses(alone), abs=2e-5)
@@ -98,17 +98,18 @@ def loss_of_separate_documents() -> float:
     return total / count
 
 
-@pytest.mark.nightly
-def test_a_checkpoint_there_and_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [10, pytest.param(60, marks=pytest.mark.nightly)])
+def test_a_checkpoint_there_and_back(steps: int, tmp_path: Path) -> None:
     """The page's programs; the trained weights are those of one process, and of a loop of plain PyTorch."""
+    script = of_steps("pretrained.py", steps, tmp_path)
     made, used, *_ = blocks("pretrained.md", "python")
-    (tmp_path / "made.py").write_text(made)
     (tmp_path / "used.py").write_text(used)
-    shell("python made.py", tmp_path)
+    all_succeeded(ranks(tmp_path, [{}], "-c", made))
     torch.manual_seed(0)
-    plain = loop_over(AutoModelForCausalLM.from_pretrained(tmp_path / "small"))
-    for printed in of_one_and_of_two(tmp_path, "pretrained.py", "small", "trainedCOUNT"):
+    plain = loop_over(AutoModelForCausalLM.from_pretrained(tmp_path / "small"), script)
+    for printed in of_one_and_of_two(tmp_path, script, "small", "trainedCOUNT"):
         assert losses(printed) == pytest.approx(plain[9::10], abs=2e-3)
+        assert len(losses(printed)) == steps // 10
     one, two = (load_file(tmp_path / f"trained{n}/model.safetensors") for n in (1, 2))
     assert one.keys() == two.keys()
     for name, weight in load_file(tmp_path / "small/model.safetensors").items():
@@ -116,12 +117,27 @@ def test_a_checkpoint_there_and_back(tmp_path: Path) -> None:
         assert change > 0
         assert (two[name] - one[name]).norm() < 0.02 * change, name
     (tmp_path / "trained2").rename(tmp_path / "trained")
-    assert len(ast.literal_eval(shell("python used.py", tmp_path))) == 5 + 20  # a text of bytes
+    (generated,) = all_succeeded(ranks(tmp_path, [{}], "used.py"))
+    text = re.findall(r"^b['\"].*['\"]$", generated.output, re.MULTILINE)[-1]
+    assert len(ast.literal_eval(text)) == 5 + 20  # a text of bytes
 
 
-def loop_over(model: Any) -> list[float]:
+def of_steps(name: str, steps: int, folder: Path) -> Path:
+    """A copy of an example that trains for a number of steps."""
+    text, count = re.subn(
+        r"^SEQ_LEN, STEPS = 512, \d+$",
+        f"SEQ_LEN, STEPS = 512, {steps}",
+        (EXAMPLES / name).read_text(),
+        flags=re.MULTILINE,
+    )
+    assert count == 1
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def loop_over(model: Any, script: Path) -> list[float]:
     """The losses of the tutorial's rows in plain PyTorch."""
-    rows = runpy.run_path(str(EXAMPLES / "pretrained.py"))["rows"]()
+    rows = runpy.run_path(str(script))["rows"]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     found: list[float] = []
     model.train()
