@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from lightning_cp.bench.kernels import kernel_passes
-from lightning_cp.bench.methods import AttentionCase
+from lightning_cp.bench.methods import AttentionCase, Step
 from lightning_cp.bench.timers import measure
 from lightning_cp.kernels.reference import ReferenceKernel
 from lightning_cp.kernels.triton.blocks import (
@@ -174,7 +175,7 @@ def seconds_of(case: AttentionCase, configs: BlockConfigs, kernel: str) -> float
     try:
         passes = kernel_passes(TritonFA2(configs), case)
         step = passes.forward if kernel == "forward" else passes.backward
-        if (error := relative_error(step(), _expected(case, kernel))) > LARGEST_ERROR:
+        if (error := relative_error(_results(step), _expected(case, kernel))) > LARGEST_ERROR:
             blocks = getattr(configs, kernel)
             warnings.warn(
                 f"{kernel} with {blocks} is wrong on this GPU: relative error {error:.2g}. It is left out.",
@@ -192,7 +193,11 @@ def seconds_of(case: AttentionCase, configs: BlockConfigs, kernel: str) -> float
 def _expected(case: AttentionCase, kernel: str) -> tuple[torch.Tensor, ...]:
     """Return the results of the reference kernel for the same inputs and gradients of ``out``."""
     passes = kernel_passes(ReferenceKernel(1024, 1024), case)
-    return passes.forward() if kernel == "forward" else passes.backward()
+    return _results(passes.forward if kernel == "forward" else passes.backward)
+
+
+def _results(step: Step) -> tuple[torch.Tensor, ...]:
+    return cast("tuple[torch.Tensor, ...]", step())
 
 
 def relative_error(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:

@@ -51,10 +51,8 @@ class KernelRow:
 class KernelPasses(NamedTuple):
     """A kernel's forward and backward of one whole sequence."""
 
-    forward: Callable[[], tuple[torch.Tensor, ...]]
-    """Returns ``out`` and ``lse``."""
-    backward: Callable[[], tuple[torch.Tensor, ...]]
-    """Returns the gradients of q, k and v."""
+    forward: Step
+    backward: Step
 
 
 def kernel_passes(kernel: Kernel, case: AttentionCase) -> KernelPasses:
