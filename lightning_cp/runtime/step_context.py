@@ -40,6 +40,7 @@ from lightning_cp.randomness.token_draws import draw_per
 from lightning_cp.runtime.mesh_builder import MeshBuilder
 from lightning_cp.runtime.model_binding import ModelBinding
 from lightning_cp.runtime.records import RunRecords
+from lightning_cp.utils.tracing import exclude_from_compile
 
 
 class StepContext:
@@ -432,6 +433,7 @@ class StepContext:
 
     # -- loss ------------------------------------------------------------------------------------------------
 
+    @exclude_from_compile
     def count_targets(self, counted: torch.Tensor | float) -> torch.Tensor:
         """Weight the step's loss by ``counted`` on this rank, and not by the batch's labels.
 

@@ -100,7 +100,7 @@ def test_with_fabric(ranks: int, settings: dict[str, Any]) -> None:
     check(ranks, Run(fabric=True), settings)
 
 
-@pytest.mark.nightly
+@pytest.mark.quick("ring")
 # PyTorch's compiler asks every tensor for its gradient that one graph hands to the next.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(
