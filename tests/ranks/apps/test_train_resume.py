@@ -115,7 +115,7 @@ def test_an_interrupted_run_is_the_run(tmp_path: Path, strategy: str) -> None:
     (folder / "checkpoints" / "later.ckpt").write_text("half a checkpoint")
     second = command(tmp_path, *auto, "trainer.max_steps=6")
     assert second.stdout.count("later.ckpt is passed over") == 1, second.stderr[-2000:]
-    assert second.stdout.count("resume=auto: going on from checkpoints/") == 1
+    assert second.stdout.count("resume=auto: continues from checkpoints/") == 1
     same_lines(folder, whole)
 
 
@@ -139,7 +139,7 @@ def test_a_run_that_torchrun_starts_again_is_the_run(tmp_path: Path, rank: int) 
     assert mark.exists()
     assert f"rank {rank} (cp_rank {rank} of 2, data_rank 0) lost" in done.stderr, done.stderr
     assert done.stdout.count("yet, so this is a new run") == 1
-    assert done.stdout.count("resume=auto: going on from checkpoints/") == 1
+    assert done.stdout.count("resume=auto: continues from checkpoints/") == 1
     same_lines(folder, whole)
     got, want = (open_checkpoint(x / "checkpoints" / "last.ckpt").read() for x in (folder, whole))
     for key in ("state_dict", "optimizer_states", "global_step"):
