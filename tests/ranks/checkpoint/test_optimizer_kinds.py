@@ -90,7 +90,9 @@ def test_what_was_noted_tells_kinds_apart_whose_options_do_not() -> None:
     state = saved.state_dict()
     for group in state["param_groups"]:
         group["later"] = 1
-    with pytest.raises(CheckpointError, match=r"of Adam, .* is RAdam\. The optimizer has not changed"):
+    with pytest.raises(
+        CheckpointError, match=r"of Adam, .* is RAdam\. The optimizer has not changed"
+    ):
         fit_state(state, stepped(torch.optim.RAdam), NAMES, NAMES, kinds_of(saved))
     fit_state(state, stepped(torch.optim.Adam), NAMES, NAMES, kinds_of(saved))
 

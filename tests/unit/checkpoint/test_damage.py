@@ -110,12 +110,17 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         save_checkpoint(state_of(1), tmp_path / f"step-{step}.ckpt")
         os.utime(tmp_path / f"step-{step}.ckpt", (step, step))
     (tmp_path / "notes.txt").write_text("not one of them")
-    newest = "step-6.ckpt, step-5.ckpt, step-4.ckpt, step-3.ckpt, step-2.ckpt and 2 more. Give the path"
+    newest = (
+        "step-6.ckpt, step-5.ckpt, step-4.ckpt, step-3.ckpt, step-2.ckpt and 2 more. Give the path"
+    )
     for missing in ("step-7.ckpt", "step-7"):
         refused(
             tmp_path / missing, f"Checkpoint file not found: .*{missing}. That folder has: {newest}"
         )
-    refused(tmp_path / "none" / "x.ckpt", "Checkpoint file not found: .*none/x.ckpt. Give the path of one that was saved.$")
+    refused(
+        tmp_path / "none" / "x.ckpt",
+        "Checkpoint file not found: .*none/x.ckpt. Give the path of one that was saved.$",
+    )
     (tmp_path / "text.ckpt").write_text("hello")
     refused(tmp_path / "text.ckpt", "text.ckpt is not a complete checkpoint")
 
