@@ -122,3 +122,24 @@ def test_names_that_from_pretrained_would_not_read_are_named(tmp_path: Path) -> 
     merged = {f"{name}.base.weight": f"{name}.weight", f"{name}.down.weight": "beside"}
     export_pretrained(network, tmp_path / "named", keys=merged)
     assert stored(tmp_path / "named").keys() == {*stored(tmp_path / "plain"), "beside"}
+
+
+def test_a_class_that_takes_more_than_its_config_is_exported(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+
+    class Own(transformers.LlamaForCausalLM):
+        def __init__(self, config: Any, size: int) -> None:
+            super().__init__(config)
+            self.head = nn.Linear(8, size)
+
+    network, before = Own(config, 2), torch.get_rng_state()
+    export_pretrained(network, tmp_path / "own")
+    assert "head.weight" in stored(tmp_path / "own")
+    assert torch.equal(torch.get_rng_state(), before)
