@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from typing import Any, TypeVar, cast
 
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import ConfigError, nearest_name
 from lightning_cp.kernels.select import ALIASES, kernels
 from lightning_cp.layout.axes import divisors, join_with_or
 from lightning_cp.layout.exchange import EXCHANGES, EXECUTIONS, KEY_GRADIENTS, Exchange
@@ -480,9 +479,9 @@ def _settings_of(group: str, given: Any) -> dict[str, Any]:
     for name in settings:
         if name not in names:
             homes = [other for other, kind in GROUPS.items() if name in _names_of(kind)]
-            near = get_close_matches(str(name), names, n=1)
+            near = nearest_name(name, names)
             hint = f"It is a setting of {homes[0]}=. " if homes else ""
-            hint = hint or (f"Did you mean {near[0]}? " if near else "")
+            hint = hint or (f"Did you mean {near}? " if near else "")
             raise ConfigError(
                 f"{group}= has no setting {name!r}. {hint}Its settings are {', '.join(names)}."
             )

@@ -221,14 +221,19 @@ def short_line_of(error: BaseException) -> str:
 
 def user_frames(error: BaseException) -> str:
     """Return the user's frames of an error and of what caused it, in Python's format, outermost first."""
-    walk = traceback.walk_tb(error.__traceback__)
-    own = traceback.StackSummary.extract((frame, at) for frame, at in walk if _is_user_frame(frame))
-    cause = error.__cause__
-    if isinstance(cause, RankTraceback):
-        of_cause = cause.frames
-    else:
-        of_cause = "" if cause is None else user_frames(cause)
-    return "".join(own.format()) + of_cause
+    lines: list[str] = []
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen:  # an error may be its own cause
+        seen.add(id(at))
+        if isinstance(at, RankTraceback):
+            lines.append(at.frames)
+            break
+        walk = traceback.walk_tb(at.__traceback__)
+        own = ((frame, line) for frame, line in walk if _is_user_frame(frame))
+        lines.extend(traceback.StackSummary.extract(own).format())
+        at = at.__cause__
+    return "".join(lines)
 
 
 class SourceLine(NamedTuple):

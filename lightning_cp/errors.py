@@ -96,8 +96,13 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
 
 def advise_choice(value: object, known: Collection[str]) -> str:
     """Return what to do about an unknown name: take the nearest of the known ones, or choose one."""
-    near = get_close_matches(str(value), known, n=1)
-    return f"Did you mean {near[0]!r}?" if near else "Choose one of these."
+    near = nearest_name(value, known)
+    return f"Did you mean {near!r}?" if near else "Choose one of these."
+
+
+def nearest_name(value: object, known: Collection[str]) -> str:
+    """Return the known name that is most like another one; an empty text if none is."""
+    return next(iter(get_close_matches(str(value), known, n=1)), "")
 
 
 def without_home(text: str) -> str:

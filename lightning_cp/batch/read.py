@@ -102,7 +102,7 @@ class WholeBatch:
 
     batch: Any
     tensors: dict[str, torch.Tensor]
-    """Tensors of the batch by dotted name."""
+    """Tensors of the batch by dotted name; those that are read may be copies on the host."""
     dims: dict[str, int]
     """Sequence dimension of every tensor that is sharded."""
     seq_len: int
@@ -129,8 +129,26 @@ class WholeBatch:
         return x[None] if x.dim() == 1 else x
 
 
-def read_batch(batch: Any, rules: BatchRules, *, needs_labels: bool) -> WholeBatch:
+def is_read(name: str, rules: BatchRules) -> bool:
+    """True if values of a tensor of this dotted name are read: labels, documents, padding and positions."""
+    known = last_part(name) in (MASK, POSITIONS, *SEGMENTS)
+    return name == rules.label_key or known or has_boundaries(name)
+
+
+def read_batch(
+    batch: Any,
+    rules: BatchRules,
+    *,
+    needs_labels: bool,
+    copies: Mapping[str, torch.Tensor] | None = None,
+) -> WholeBatch:
     """Find the sequence and the labels in a batch.
+
+    Args:
+        batch: the whole batch.
+        rules: rules for reading it.
+        needs_labels: a batch without labels is refused.
+        copies: copies on the host, by dotted name, to read in place of tensors on the device.
 
     Raises:
         ConfigError: an unknown container, an undeclared sequence dimension, or a key that is missing.
@@ -144,7 +162,7 @@ def read_batch(batch: Any, rules: BatchRules, *, needs_labels: bool) -> WholeBat
         )
     nodes = nodes_of(batch)
     check_forms(nodes, rules)
-    tensors = {name: x for name, x in nodes if isinstance(x, torch.Tensor)}
+    tensors = {name: x for name, x in nodes if isinstance(x, torch.Tensor)} | dict(copies or {})
     dims = _sequence_dims(tensors, rules)
     check_any_known(tensors, dims, rules, needs_labels=needs_labels)
     lengths = {name: tensors[name].size(dim) for name, dim in dims.items()}

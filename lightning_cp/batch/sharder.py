@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_cp import error_display
 from lightning_cp.batch.documents import DeclaredDocuments, documents_of, padding_mask_of
-from lightning_cp.batch.read import WholeBatch, read_batch
+from lightning_cp.batch.read import WholeBatch, is_read, read_batch
 from lightning_cp.batch.rules import (
     KNOWN_DIMS,
     PAD_VALUES,
@@ -29,6 +29,7 @@ from lightning_cp.comm.consensus import (
     checksum,
     gather_facts,
     gather_objects,
+    start_checksum,
 )
 from lightning_cp.errors import BatchMismatchError, ConfigError, ShapeError
 from lightning_cp.layout import (
@@ -99,7 +100,9 @@ def shard_batch(
         tensors[name] = to_device(x, device)
         return tensors[name]
 
+    padding_mask = padding_mask_of(dict(tensors_of(whole.batch)))
     local = map_tensors(whole.batch, visit)
+    home = tensors[next(iter(whole.dims))].device
     aligned = whole.aligned_labels
     aligned_local = None
     is_in_batch = aligned is whole.tensors.get(rules.label_key)
@@ -107,13 +110,13 @@ def shard_batch(
         aligned_local = tensors[rules.label_key]
     elif aligned is not None:
         aligned_local = layout.shard(aligned, cp_rank, dim=whole.label_dim, pad_value=IGNORED_LABEL)
-        aligned_local = to_device(aligned_local, device)
+        aligned_local = to_device(aligned_local, home)
     positions = whole.positions_in(tensors)
     given = positions is not None
     if positions is None:
         positions = layout.positions(cp_rank)
         positions = positions.masked_fill(positions >= layout.seq_len, 0)
-        positions = to_device(positions, tensors[next(iter(whole.dims))].device)
+        positions = to_device(positions, home)
         positions = positions.expand(whole.rows, -1)
     if type(whole.batch) is dict and POSITIONS not in local:
         local = TrackedBatch(local)
@@ -134,7 +137,7 @@ def shard_batch(
         aligned_local,
         valid_counts(whole, layout, rules.labels) if valid is None else valid,
         whole.rows,
-        padding_mask_of(whole.tensors),
+        padding_mask,
     )
 
 
@@ -357,7 +360,7 @@ def shard_batch_checked(
         before: the last shard, which must not be sharded again.
         draws: random numbers of the previous steps, which ranks that share a sample must have drawn alike.
         device: where the shard is put; by default it stays where the batch is. A batch on the host is read
-            there, and no step waits for the device.
+            there, and no step waits for the device; one on the device costs one wait.
 
     Raises:
         ConfigError: a batch that cannot be read.
@@ -371,11 +374,12 @@ def shard_batch_checked(
     choice: LayoutChoice | None = None
     valid: tuple[int, ...] = ()
     try:
-        whole = read_batch(batch, rules, needs_labels=training)
+        copies, sums = _read_from_device(batch, rules)
+        whole = read_batch(batch, rules, needs_labels=training, copies=copies)
         _check_not_sharded(whole, before)
         choice = layout_of(whole, rules, rule, mesh)
         valid = valid_counts(whole, choice.layout, rules.labels)
-        facts = _facts(whole, choice.layout, valid)
+        facts = _facts(whole, choice.layout, valid, sums)
     except Exception as refused:  # any: a rank that raised alone would leave the others waiting
         error = refused
     targets, empty = _agree_on_batch(facts, error, mesh, draws, together=together)
@@ -395,6 +399,25 @@ def shard_batch_checked(
     return Sharding(part, facts_of_positions, empty > 0, targets, training, told, is_unlabelled)
 
 
+def _read_from_device(
+    batch: Any, rules: BatchRules
+) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """Return host copies of what is read of a batch on a GPU, and checksums of the rest; waits once."""
+    there = {
+        name: x
+        for name, x in tensors_of(batch)
+        if x.is_cuda and x.layout is torch.strided and not x.is_nested
+    }
+    sums = {name: start_checksum(x) for name, x in there.items() if not is_read(name, rules)}
+    copies, event = start_to_host({**there, **sums})
+    if event is not None:
+        event.synchronize()
+    return (
+        {name: x for name, x in copies.items() if name not in sums},
+        {name: int(copies[name]) for name in sums},
+    )
+
+
 def already_sharded(tensors: Mapping[str, torch.Tensor], before: ShardedBatch | None) -> list[str]:
     """Return the names of a batch's tensors that share memory with the shard made ``before``."""
     if before is None or before.layout.cp_size == 1:
@@ -405,7 +428,11 @@ def already_sharded(tensors: Mapping[str, torch.Tensor], before: ShardedBatch | 
 
 
 def _check_not_sharded(whole: WholeBatch, before: ShardedBatch | None) -> None:
-    again = [name for name in already_sharded(whole.tensors, before) if name in whole.dims]
+    again = [
+        name
+        for name in already_sharded(dict(tensors_of(whole.batch)), before)
+        if name in whole.dims
+    ]
     if again:
         assert before is not None
         raise ShapeError(
@@ -476,8 +503,10 @@ def _warn_draws_differ(
             _log.warning(line)
 
 
-def _facts(whole: WholeBatch, layout: SequenceLayout, valid: tuple[int, ...]) -> dict[str, Any]:
-    """Return the facts that ranks which share a sample must agree on."""
+def _facts(
+    whole: WholeBatch, layout: SequenceLayout, valid: tuple[int, ...], sums: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return the facts that ranks which share a sample must agree on; ``sums``: checksums that are known."""
     tensors = whole.tensors.items()
     return {
         "sequence length": whole.seq_len,
@@ -486,5 +515,5 @@ def _facts(whole: WholeBatch, layout: SequenceLayout, valid: tuple[int, ...]) ->
         "documents": layout.documents.checksum if layout.documents else 0,
         "layout": layout.checksum,
         **{f"{name} (shape and dtype)": f"{tuple(x.shape)} {x.dtype}" for name, x in tensors},
-        **{f"{name} (values)": checksum(x) for name, x in tensors},
+        **{f"{name} (values)": sums[name] if name in sums else checksum(x) for name, x in tensors},
     }

@@ -41,7 +41,12 @@ def fingerprint(value: object) -> int:
 
 
 def checksum(x: torch.Tensor) -> int:
-    """Return a checksum of a tensor's values that depends on their order; computed on the tensor's device.
+    """Return a checksum of a tensor's values that depends on their order; waits for the tensor's device."""
+    return int(start_checksum(x))
+
+
+def start_checksum(x: torch.Tensor) -> torch.Tensor:
+    """Return the checksum of ``checksum`` on the tensor's device, int64 []; does not wait.
 
     The values' bits, as integers, are multiplied by odd numbers that depend on their place and summed
     modulo 2**64: one differing value always changes the sum, several almost never cancel. For that,
@@ -55,7 +60,7 @@ def checksum(x: torch.Tensor) -> int:
     bits = flat.view(integers[flat.element_size()]).to(torch.int64)
     small = bits.numel() <= _CACHED_PLACES  # most batches are, and have one length
     factors = (_cached_factors if small else _factors)(bits.numel(), bits.device)
-    return int((_fold(bits) * factors).sum())
+    return (_fold(bits) * factors).sum()
 
 
 def _factors(count: int, device: torch.device) -> torch.Tensor:

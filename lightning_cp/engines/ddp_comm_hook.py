@@ -7,7 +7,6 @@ ranks: where ranks share samples, each holds a part of one gradient, not a gradi
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_cp.comm.reduce import prescale, start_all_reduce
 from lightning_cp.config import GROUPS, StrategyConfig
 from lightning_cp.engines.checks import PER_PARAMETER
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import ConfigError, nearest_name
 
 # The sizes of DistributedDataParallel's buckets of gradients, and their averaging.
 #
@@ -186,7 +185,7 @@ def check_known_options(options: Mapping[str, Any]) -> None:
     nearest = {
         name: near
         for name in unknown
-        if (near := _OTHER_NAMES.get(name) or next(iter(get_close_matches(name, known, n=1)), ""))
+        if (near := _OTHER_NAMES.get(name) or nearest_name(name, known))
     }
     hints = [f" Did you mean {near} instead of {name}?" for name, near in nearest.items()]
     if "precision" in unknown:

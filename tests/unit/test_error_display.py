@@ -27,3 +27,10 @@ def test_the_line_that_caused_an_error_is_shown() -> None:
     assert 'raise TypeError("no network")' in text
     assert text.index("in check") < text.index("in step_of_the_user")
     assert text.endswith("ConfigError: the step failed. Correct it.")
+
+
+def test_an_error_that_is_its_own_cause_is_shown_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        raise ConfigError("wrong. Correct it.")
+    caught.value.__cause__ = caught.value
+    assert error_display.user_frames(caught.value).count("Correct it") == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.nightly.mutants.mutant import Mutant
 
+REFUSALS = "tests/ranks/pretended/test_refusals.py"
 DRAWS = "tests/unit/models/test_token_draws.py"
 HF = "tests/ranks/models/test_hf.py"
 BLOOM_FALCON = "lightning_cp/models/hf/bloom_falcon.py"
@@ -116,6 +117,14 @@ MODEL_MUTANTS = (
         "        added[TARGETS] = shifted.aligned_labels.roll(1, -1)\n",
         ("tests/ranks/batch/test_positions.py::test_targets_are_there_on_one_rank",),
         "One device would train on other targets than two.",
+    ),
+    Mutant(
+        "batches on a GPU are not compared",
+        "lightning_cp/batch/sharder.py",
+        "{name: int(copies[name]) for name in sums}",
+        "{name: 0 for name in sums}",
+        (f"{REFUSALS}::test_ranks_compare_batches_that_are_on_the_device[input_ids]",),
+        "Ranks would train on parts of different batches.",
     ),
     Mutant(
         "tokens draw by their place on the rank",

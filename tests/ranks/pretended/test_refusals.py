@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import BatchMismatchError, ConfigError
 from tests.helpers.pool import expect_on_every_rank
 from tests.helpers.pretended.device import PretendedDevice
-from tests.helpers.pretended.runs import Cell, Module, PretendedAccelerator, padded_batch
+from tests.helpers.pretended.runs import Cell, Module, PretendedAccelerator, execute, padded_batch
 from tests.helpers.strategies import runs
 from tests.helpers.strategies.small import trainer_of
 
@@ -74,3 +75,24 @@ def train(rank: int, world_size: int, what: str) -> None:
 @pytest.mark.parametrize("what", MATCH)
 def test_a_step_is_refused_on_all_ranks_before_the_optimizer_steps(what: str) -> None:
     expect_on_every_rank(2, train, what, error=ConfigError, match=MATCH[what])
+
+
+def train_on_other_batches(rank: int, world_size: int, name: str) -> None:
+    make_data = runs.make_data
+
+    def changed(run: runs.Run) -> Any:
+        data: Any = make_data(run)
+        for row in data:
+            if rank:
+                row[name] = row[name].roll(1, 0)
+        return data
+
+    with mock.patch.object(runs, "make_data", changed):
+        execute(rank, world_size, Cell("ddp", driver="fabric", model="hf"))
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels"])
+def test_ranks_compare_batches_that_are_on_the_device(name: str) -> None:
+    """Labels are read on the host; of the tokens a checksum is."""
+    match = rf"{name} \(values\)"
+    expect_on_every_rank(2, train_on_other_batches, name, error=BatchMismatchError, match=match)

@@ -44,15 +44,8 @@ CHECKED = (("parity_check", "first_batch"),)
 """The strategy's default."""
 RECHECKED = 2
 """The second batch that the parity check runs on, after the first one."""
-ON_DEVICE = {
-    "batch/sharder.py": 1,
-    "batch/step_state.py": 1,
-    "comm/consensus.py": 4,
-    "layout/documents.py": 1,
-}
-"""Of packed batches that are on the device when they are sharded."""
-
-ON_DEVICE_DENSE = {"batch/sharder.py": 1, "comm/consensus.py": 2}
+ON_DEVICE = {"batch/sharder.py": 1}
+"""Of batches that are on the device when they are sharded."""
 
 WINDOW: dict[str, Any] = {"flash": True, "accumulate": 2, "value_looks": 1}
 HOST: dict[str, Any] = {"driver": "fabric", "moves": False, "flash": True}
@@ -101,7 +94,7 @@ CELLS: dict[str, tuple[Cell, dict[str, int]]] = {
     ),
     "fabric, dense batches on the device": (
         Cell("ddp", "ulysses", driver="fabric", flash=True),
-        {**ON_DEVICE_DENSE, **OF_STEP, **OF_DDP_CLIP},
+        {**ON_DEVICE, **OF_STEP, **OF_DDP_CLIP},
     ),
     "trainer, zero1": (Cell("zero1", "zigzag_llama3", flash=True, value_looks=1), OF_STEP),
     "trainer, hsdp": (Cell("hsdp", flash=True, value_looks=1), OF_STEP),
@@ -126,16 +119,15 @@ CELLS: dict[str, tuple[Cell, dict[str, int]]] = {
     ),
 }
 """Cells, and the waits of the micro-batch that ends a window; the others have none."""
-AT_MOST, WITH_MUON, FROM_DEVICE, DENSE_FROM_DEVICE = 2, 6, 9, 5
-"""Waits of a micro-batch, of one with Muon, of a packed and a dense one on the device; docs/guides/data.md
-has all.
-"""
+AT_MOST, WITH_MUON, FROM_DEVICE = 2, 6, 3
+"""Waits of a micro-batch, of one with Muon, and of one on the device, with Fabric's clip; docs/guides/data.md
+has all."""
 
 
 def test_a_micro_batch_on_the_host_waits_at_most_twice() -> None:
     counts = {name: sum(waits.values()) for name, (_, waits) in CELLS.items()}
     assert counts.pop("fabric, batches on the device") == FROM_DEVICE
-    assert counts.pop("fabric, dense batches on the device") == DENSE_FROM_DEVICE
+    assert counts.pop("fabric, dense batches on the device") == FROM_DEVICE
     assert counts.pop("trainer, muon with QK-clip") == WITH_MUON
     two = {"fabric, a mask is declared": AT_MOST + 1}  # a clip of Fabric as well
     assert {name: count for name, count in counts.items() if count > AT_MOST} == two
