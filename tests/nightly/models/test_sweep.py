@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks import projection_order
 from lightning_cp.errors import ConfigError
 from tests.helpers.models.steps import Outcome
 from tests.helpers.pool import expect_on_every_rank, run_ranks
@@ -130,3 +131,24 @@ def test_values_of_another_width(name: str, ring: int, ulysses: int) -> None:
     error = worst_of_ranks(name, ring, ulysses)
     print(f"{name}, ring {ring} by Ulysses {ulysses}: {error:.1e}")
     assert error <= 1e-6
+
+
+class KeysFirst(torch.nn.Module):
+    """Projects keys and values, then queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (torch.nn.Linear(4, 4) for _ in range(3))
+        self.order = projection_order.ProjectionOrder(self)
+
+    def forward(self, x: torch.Tensor) -> None:
+        values, keys = self.v(x), self.k(x)
+        self.order.attend(self, *(part[:, None] for part in (self.q(x), keys.cos(), values)))
+
+
+def test_the_order_of_projections_is_found() -> None:
+    module = KeysFirst()
+    module(torch.ones(1, 3, 4))
+    assert module.order.found == {projection_order.KEYS_FIRST}
+    assert projection_order.order_of("LlamaForCausalLM") == {projection_order.QUERIES_FIRST}
+    assert projection_order.order_of("GPT2LMHeadModel") == {projection_order.TOGETHER}
