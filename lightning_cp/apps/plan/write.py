@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_cp.config import StrategyConfig
 from lightning_cp.planner.job import PlanCase
 from lightning_cp.planner.search import SearchResult
 
@@ -37,6 +38,7 @@ def write(found: SearchResult, folder: Path, model: Sequence[str]) -> str:
             "Run it:",
             f"  python -m lightning_cp.train --config-dir {folder} strategy=plan {same}",
             f"or, without the file:\n  python -m lightning_cp.train {as_overrides(case)} {same}",
+            f"or, in a script:\n  {as_call(case)}",
         ]
         if case.job.machine.name == "tpu_v4":
             lines = [
@@ -119,6 +121,15 @@ def as_overrides(case: PlanCase) -> str:
             for name, value in given.items()
         ]
     )
+
+
+def as_call(case: PlanCase) -> str:
+    """Return the plan as Python, without what a strategy has by default."""
+    defaults = StrategyConfig()
+    given = strategy_settings(case)
+    sizes = [f"{name}={given[name]!r}" for name in given if given[name] != getattr(defaults, name)]
+    trainer = [f"{name}={value!r}" for name, value in trainer_settings(case).items()]
+    return f"Trainer({', '.join(trainer)}, strategy=UlyssesRingStrategy({', '.join(sizes)}))"
 
 
 def _text(value: object) -> str:

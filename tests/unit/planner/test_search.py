@@ -14,7 +14,7 @@ from lightning_cp.apps.plan.report import (
     largest_stacked_parameter,
     parameter_memory,
 )
-from lightning_cp.apps.plan.write import strategy_settings, trainer_settings
+from lightning_cp.apps.plan.write import as_call, strategy_settings, trainer_settings
 from lightning_cp.config import StrategyConfig
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import Mask, attention_traffic, schedule
@@ -434,6 +434,15 @@ def test_plans_are_settings_of_the_strategy() -> None:
     for plan in search(job(devices=8, global_batch=8, seq_len=4096), FREE).plans:
         settings: dict[str, Any] = strategy_settings(plan.case)
         check(StrategyConfig(**settings))
+
+
+def test_a_plan_as_python_has_its_settings() -> None:
+    names = {"Trainer": lambda **given: given, "UlyssesRingStrategy": StrategyConfig}
+    for plan in search(job(devices=8, global_batch=8, seq_len=4096), FREE).plans:
+        given = eval(as_call(plan.case), names)
+        settings: dict[str, Any] = strategy_settings(plan.case)
+        assert given.pop("strategy") == StrategyConfig(**settings)
+        assert given == trainer_settings(plan.case)
 
 
 def test_a_mesh_that_leaves_devices_idle_runs_on_its_own() -> None:
