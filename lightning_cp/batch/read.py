@@ -13,16 +13,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from lightning_cp.batch.rules import KNOWN_DIMS, POSITIONS, BatchRules
+from lightning_cp.comm.consensus import start_checksum
 from lightning_cp.errors import ConfigError, ShapeError, UndeclaredError
 from lightning_cp.utils.containers import is_container, nodes_of, tensors_of
 from lightning_cp.utils.labels import shift
+from lightning_cp.utils.tensors import start_to_host
 
 MASK = "attention_mask"
 SEGMENTS = ("segment_ids", "seq_idx")
@@ -101,8 +103,10 @@ class WholeBatch:
     """Content of a batch before it is sharded."""
 
     batch: Any
+    own: dict[str, torch.Tensor]
+    """Tensors of the batch by dotted name."""
     tensors: dict[str, torch.Tensor]
-    """Tensors of the batch by dotted name; those that are read may be copies on the host."""
+    """The same; on the host, if they are read there."""
     dims: dict[str, int]
     """Sequence dimension of every tensor that is sharded."""
     seq_len: int
@@ -110,6 +114,8 @@ class WholeBatch:
     aligned_labels: torch.Tensor | None
     label_dim: int = 1
     """Sequence dimension of the labels."""
+    sums: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Checksums that are known."""
 
     @cached_property
     def position_name(self) -> str | None:
@@ -129,8 +135,26 @@ class WholeBatch:
         return x[None] if x.dim() == 1 else x
 
 
-def is_read(name: str, rules: BatchRules) -> bool:
-    """True if values of a tensor of this dotted name are read: labels, documents, padding and positions."""
+def read_from_device(
+    tensors: Mapping[str, torch.Tensor], rules: BatchRules
+) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """Return host copies of tensors on a GPU whose values are read, and checksums of the others.
+
+    Labels, documents, padding and positions are read. The host waits once.
+    """
+    there = {name: x for name, x in tensors.items() if x.is_cuda}
+    if not there:
+        return {}, {}
+    strided = {n: x for n, x in there.items() if x.layout is torch.strided and not x.is_nested}
+    sums = {name: start_checksum(x) for name, x in strided.items() if not _is_read(name, rules)}
+    copies, event = start_to_host({**strided, **sums})
+    if event is not None:
+        event.synchronize()
+    found = {name: int(copies.pop(name)) for name in sums}
+    return copies, found
+
+
+def _is_read(name: str, rules: BatchRules) -> bool:
     known = last_part(name) in (MASK, POSITIONS, *SEGMENTS)
     return name == rules.label_key or known or has_boundaries(name)
 
@@ -140,7 +164,7 @@ def read_batch(
     rules: BatchRules,
     *,
     needs_labels: bool,
-    copies: Mapping[str, torch.Tensor] | None = None,
+    on_host: bool = False,
 ) -> WholeBatch:
     """Find the sequence and the labels in a batch.
 
@@ -148,7 +172,7 @@ def read_batch(
         batch: the whole batch.
         rules: rules for reading it.
         needs_labels: a batch without labels is refused.
-        copies: copies on the host, by dotted name, to read in place of tensors on the device.
+        on_host: read a batch on a GPU by ``read_from_device``.
 
     Raises:
         ConfigError: an unknown container, an undeclared sequence dimension, or a key that is missing.
@@ -162,7 +186,9 @@ def read_batch(
         )
     nodes = nodes_of(batch)
     check_forms(nodes, rules)
-    tensors = {name: x for name, x in nodes if isinstance(x, torch.Tensor)} | dict(copies or {})
+    own = {name: x for name, x in nodes if isinstance(x, torch.Tensor)}
+    copies, sums = read_from_device(own, rules) if on_host else ({}, {})
+    tensors = own | copies
     dims = _sequence_dims(tensors, rules)
     check_any_known(tensors, dims, rules, needs_labels=needs_labels)
     lengths = {name: tensors[name].size(dim) for name, dim in dims.items()}
@@ -176,7 +202,7 @@ def read_batch(
     check_declared(tensors, dims, rules, seq_len=seq_len, rows=rows, needs_labels=needs_labels)
     aligned = _aligned_labels(tensors, dims, rules)
     label_dim = dims.get(rules.label_key, 1)
-    return WholeBatch(batch, tensors, dims, seq_len, rows, aligned, label_dim)
+    return WholeBatch(batch, own, tensors, dims, seq_len, rows, aligned, label_dim, sums)
 
 
 def _rows(tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int]) -> int:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_cp import error_display
 from lightning_cp.batch.documents import DeclaredDocuments, documents_of, padding_mask_of
-from lightning_cp.batch.read import WholeBatch, is_read, read_batch
+from lightning_cp.batch.read import WholeBatch, read_batch
 from lightning_cp.batch.rules import (
     KNOWN_DIMS,
     PAD_VALUES,
@@ -26,7 +26,6 @@ from lightning_cp.batch.step_state import PositionInfo, position_info
 from lightning_cp.comm.consensus import (
     all_equal_sum,
     check_gathered,
-    checksum,
     gather_facts,
     gather_objects,
     start_checksum,
@@ -100,7 +99,6 @@ def shard_batch(
         tensors[name] = to_device(x, device)
         return tensors[name]
 
-    padding_mask = padding_mask_of(dict(tensors_of(whole.batch)))
     local = map_tensors(whole.batch, visit)
     home = tensors[next(iter(whole.dims))].device
     aligned = whole.aligned_labels
@@ -137,7 +135,7 @@ def shard_batch(
         aligned_local,
         valid_counts(whole, layout, rules.labels) if valid is None else valid,
         whole.rows,
-        padding_mask,
+        padding_mask_of(whole.own),
     )
 
 
@@ -374,12 +372,11 @@ def shard_batch_checked(
     choice: LayoutChoice | None = None
     valid: tuple[int, ...] = ()
     try:
-        copies, sums = _read_from_device(batch, rules)
-        whole = read_batch(batch, rules, needs_labels=training, copies=copies)
+        whole = read_batch(batch, rules, needs_labels=training, on_host=True)
         _check_not_sharded(whole, before)
         choice = layout_of(whole, rules, rule, mesh)
         valid = valid_counts(whole, choice.layout, rules.labels)
-        facts = _facts(whole, choice.layout, valid, sums)
+        facts = _facts(whole, choice.layout, valid)
     except Exception as refused:  # any: a rank that raised alone would leave the others waiting
         error = refused
     targets, empty = _agree_on_batch(facts, error, mesh, draws, together=together)
@@ -399,25 +396,6 @@ def shard_batch_checked(
     return Sharding(part, facts_of_positions, empty > 0, targets, training, told, is_unlabelled)
 
 
-def _read_from_device(
-    batch: Any, rules: BatchRules
-) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """Return host copies of what is read of a batch on a GPU, and checksums of the rest; waits once."""
-    there = {
-        name: x
-        for name, x in tensors_of(batch)
-        if x.is_cuda and x.layout is torch.strided and not x.is_nested
-    }
-    sums = {name: start_checksum(x) for name, x in there.items() if not is_read(name, rules)}
-    copies, event = start_to_host({**there, **sums})
-    if event is not None:
-        event.synchronize()
-    return (
-        {name: x for name, x in copies.items() if name not in sums},
-        {name: int(copies[name]) for name in sums},
-    )
-
-
 def already_sharded(tensors: Mapping[str, torch.Tensor], before: ShardedBatch | None) -> list[str]:
     """Return the names of a batch's tensors that share memory with the shard made ``before``."""
     if before is None or before.layout.cp_size == 1:
@@ -428,11 +406,7 @@ def already_sharded(tensors: Mapping[str, torch.Tensor], before: ShardedBatch | 
 
 
 def _check_not_sharded(whole: WholeBatch, before: ShardedBatch | None) -> None:
-    again = [
-        name
-        for name in already_sharded(dict(tensors_of(whole.batch)), before)
-        if name in whole.dims
-    ]
+    again = [name for name in already_sharded(whole.own, before) if name in whole.dims]
     if again:
         assert before is not None
         raise ShapeError(
@@ -503,11 +477,9 @@ def _warn_draws_differ(
             _log.warning(line)
 
 
-def _facts(
-    whole: WholeBatch, layout: SequenceLayout, valid: tuple[int, ...], sums: Mapping[str, int]
-) -> dict[str, Any]:
-    """Return the facts that ranks which share a sample must agree on; ``sums``: checksums that are known."""
-    tensors = whole.tensors.items()
+def _facts(whole: WholeBatch, layout: SequenceLayout, valid: tuple[int, ...]) -> dict[str, Any]:
+    """Return the facts that ranks which share a sample must agree on."""
+    tensors, sums = whole.tensors.items(), whole.sums
     return {
         "sequence length": whole.seq_len,
         "ranks without targets": valid.count(0),
@@ -515,5 +487,8 @@ def _facts(
         "documents": layout.documents.checksum if layout.documents else 0,
         "layout": layout.checksum,
         **{f"{name} (shape and dtype)": f"{tuple(x.shape)} {x.dtype}" for name, x in tensors},
-        **{f"{name} (values)": sums[name] if name in sums else checksum(x) for name, x in tensors},
+        **{
+            f"{name} (values)": sums[name] if name in sums else int(start_checksum(x))
+            for name, x in tensors
+        },
     }

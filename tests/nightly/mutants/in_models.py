@@ -120,9 +120,9 @@ MODEL_MUTANTS = (
     ),
     Mutant(
         "batches on a GPU are not compared",
-        "lightning_cp/batch/sharder.py",
-        "{name: int(copies[name]) for name in sums}",
-        "{name: 0 for name in sums}",
+        "lightning_cp/batch/read.py",
+        "{name: int(copies.pop(name)) for name in sums}",
+        "{name: 0 * int(copies.pop(name)) for name in sums}",
         (f"{REFUSALS}::test_ranks_compare_batches_that_are_on_the_device[input_ids]",),
         "Ranks would train on parts of different batches.",
     ),

@@ -44,7 +44,7 @@ CHECKED = (("parity_check", "first_batch"),)
 """The strategy's default."""
 RECHECKED = 2
 """The second batch that the parity check runs on, after the first one."""
-ON_DEVICE = {"batch/sharder.py": 1}
+ON_DEVICE = {"batch/read.py": 1}
 """Of batches that are on the device when they are sharded."""
 
 WINDOW: dict[str, Any] = {"flash": True, "accumulate": 2, "value_looks": 1}
