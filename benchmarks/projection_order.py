@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.projection_order`` makes every language model of transformers that can be tiny, calls
 it once, and finds the linear layers behind queries, keys and values of its attention calls, by autograd's
-graph. A model may send keys early only if the last layer behind them ran before the last one behind queries.
+graph. A model may send keys or values early only if the last layer behind them ran before the last one behind
+queries.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import nn
 
 from tests.nightly.models import sweep
 
-KEYS_FIRST, QUERIES_FIRST, TOGETHER = "keys first", "queries first", "one layer for both"
+OTHERS_FIRST, QUERIES_FIRST, TOGETHER = "keys or values first", "queries first", "one layer for all"
 
 
 class ProjectionOrder:
@@ -46,12 +47,9 @@ class ProjectionOrder:
         **__: Any,
     ) -> tuple[torch.Tensor, None]:
         """Note the order of a call, q [B, H, S, D], k [B, K, S, D], v [B, K, S, E]; attend to nothing."""
-        of_queries, of_keys = (
-            self._layers_behind(q),
-            self._layers_behind(k) | self._layers_behind(v),
-        )
-        if of_queries and of_keys:
-            self.found.add(_order(of_queries, of_keys))
+        of_queries, *others = (self._layers_behind(x) for x in (q, k, v))
+        if of_queries and all(others):
+            self.found.add(_order(of_queries, others))
         values = v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2)
         return values + q.sum() + k.sum(), None
 
@@ -72,10 +70,10 @@ class ProjectionOrder:
         return found
 
 
-def _order(of_queries: set[int], of_keys: set[int]) -> str:
-    if of_queries & of_keys:
-        return TOGETHER
-    return KEYS_FIRST if max(of_keys) < max(of_queries) else QUERIES_FIRST
+def _order(of_queries: set[int], others: Sequence[set[int]]) -> str:
+    if any(max(each) < max(of_queries) for each in others):
+        return OTHERS_FIRST
+    return TOGETHER if any(each & of_queries for each in others) else QUERIES_FIRST
 
 
 def order_of(name: str) -> set[str]:
@@ -91,21 +89,26 @@ def order_of(name: str) -> set[str]:
 
 
 def main(wanted: Sequence[str]) -> None:
-    """Print how many classes compute keys first, and which; all, or those that are named."""
+    """Print how many classes have each order, and which compute keys or values first.
+
+    Args:
+        wanted: names of classes; none: all.
+    """
     warnings.simplefilter("ignore")
     counts: Counter[str] = Counter()
     first: list[str] = []
     for name in wanted or sweep.names():
         try:
             found = order_of(name)
-        except Exception:  # not tiny, or of inputs that a language model does not have
-            found = set[str]()
+        except Exception:
+            counts["cannot be made tiny, or called with tokens alone"] += 1
+            continue
         counts[" and ".join(sorted(found)) or "no attention call seen"] += 1
-        first += [name] * (KEYS_FIRST in found)
+        first += [name] * (OTHERS_FIRST in found)
     print("| order | classes |\n|---|---|")
     for order, count in counts.most_common():
         print(f"| {order} | {count} |")
-    print(f"\n{KEYS_FIRST}: {', '.join(first) or 'none'}")
+    print(f"\n{OTHERS_FIRST}: {', '.join(first) or 'none'}")
 
 
 if __name__ == "__main__":

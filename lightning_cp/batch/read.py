@@ -1,4 +1,4 @@
-"""Reader of a whole batch: its sequence and its labels; it moves and changes nothing.
+"""Reader of a whole batch: its sequence and its labels; it changes nothing.
 
 Rules, in order: a declared key has the declared dimension (``None``: it is replicated); keys that Hugging
 Face models use are known; any other tensor with a dimension as long as the sequence is refused, because a
@@ -106,7 +106,7 @@ class WholeBatch:
     own: dict[str, torch.Tensor]
     """Tensors of the batch by dotted name."""
     tensors: dict[str, torch.Tensor]
-    """The same; on the host, if they are read there."""
+    """The same, with copies on the host where ``read_batch`` made some."""
     dims: dict[str, int]
     """Sequence dimension of every tensor that is sharded."""
     seq_len: int
@@ -155,8 +155,16 @@ def read_from_device(
 
 
 def _is_read(name: str, rules: BatchRules) -> bool:
-    known = last_part(name) in (MASK, POSITIONS, *SEGMENTS)
-    return name == rules.label_key or known or has_boundaries(name)
+    last = last_part(name)
+    if rules.sequence_dims.get(name, 0) is None:
+        return False
+    if name == rules.label_key and rules.labels not in ("ignore", "none"):
+        return True
+    return (
+        has_boundaries(name)
+        or last in (POSITIONS, *SEGMENTS)
+        or (last == MASK and rules.reads_masks)
+    )
 
 
 def read_batch(
@@ -172,7 +180,7 @@ def read_batch(
         batch: the whole batch.
         rules: rules for reading it.
         needs_labels: a batch without labels is refused.
-        on_host: read a batch on a GPU by ``read_from_device``.
+        on_host: values of a batch on a GPU are read from copies, as ``read_from_device`` makes them.
 
     Raises:
         ConfigError: an unknown container, an undeclared sequence dimension, or a key that is missing.

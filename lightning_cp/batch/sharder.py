@@ -100,21 +100,21 @@ def shard_batch(
         return tensors[name]
 
     local = map_tensors(whole.batch, visit)
-    home = tensors[next(iter(whole.dims))].device
     aligned = whole.aligned_labels
     aligned_local = None
     is_in_batch = aligned is whole.tensors.get(rules.label_key)
     if aligned is not None and is_in_batch and _pad_value(rules.label_key, rules) == IGNORED_LABEL:
         aligned_local = tensors[rules.label_key]
     elif aligned is not None:
+        aligned = whole.own[rules.label_key] if is_in_batch else aligned  # with its graph
         aligned_local = layout.shard(aligned, cp_rank, dim=whole.label_dim, pad_value=IGNORED_LABEL)
-        aligned_local = to_device(aligned_local, home)
+        aligned_local = to_device(aligned_local, tensors[rules.label_key].device)
     positions = whole.positions_in(tensors)
     given = positions is not None
     if positions is None:
         positions = layout.positions(cp_rank)
         positions = positions.masked_fill(positions >= layout.seq_len, 0)
-        positions = to_device(positions, home)
+        positions = to_device(positions, tensors[next(iter(whole.dims))].device)
         positions = positions.expand(whole.rows, -1)
     if type(whole.batch) is dict and POSITIONS not in local:
         local = TrackedBatch(local)

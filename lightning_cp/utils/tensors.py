@@ -32,14 +32,21 @@ def to_device(x: torch.Tensor, device: torch.device | None) -> torch.Tensor:
 def start_to_host(
     tensors: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor], torch.cuda.Event | None]:
-    """Return copies, which later changes do not reach, and the event of their completion; does not wait."""
-    copies = {n: x.detach().to("cpu", non_blocking=True, copy=True) for n, x in tensors.items()}
-    for x in tensors.values():
-        if x.is_cuda:
-            event = torch.cuda.Event()
-            event.record()
-            return copies, event
-    return copies, None
+    """Return copies, which later changes do not reach, and the event of their completion.
+
+    The host waits only for tensors of another GPU than the current one.
+    """
+    copies: dict[str, torch.Tensor] = {}
+    pending = False
+    for name, x in tensors.items():
+        is_here = x.is_cuda and x.device.index == torch.cuda.current_device()  # as is the event
+        copies[name] = x.detach().to("cpu", non_blocking=is_here, copy=True)
+        pending |= is_here
+    if not pending:
+        return copies, None
+    event = torch.cuda.Event()
+    event.record()
+    return copies, event
 
 
 vector_norm: Callable[..., torch.Tensor] = torch.linalg.vector_norm

@@ -134,7 +134,7 @@ def test_values_of_another_width(name: str, ring: int, ulysses: int) -> None:
 
 
 class KeysFirst(torch.nn.Module):
-    """Projects keys and values, then queries."""
+    """Projects keys, then queries, then values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,13 +142,13 @@ class KeysFirst(torch.nn.Module):
         self.order = projection_order.ProjectionOrder(self)
 
     def forward(self, x: torch.Tensor) -> None:
-        values, keys = self.v(x), self.k(x)
-        self.order.attend(self, *(part[:, None] for part in (self.q(x), keys.cos(), values)))
+        keys, queries = self.k(x), self.q(x)
+        self.order.attend(self, *(part[:, None] for part in (queries, keys.cos(), self.v(x))))
 
 
 def test_the_order_of_projections_is_found() -> None:
     module = KeysFirst()
     module(torch.ones(1, 3, 4))
-    assert module.order.found == {projection_order.KEYS_FIRST}
+    assert module.order.found == {projection_order.OTHERS_FIRST}
     assert projection_order.order_of("LlamaForCausalLM") == {projection_order.QUERIES_FIRST}
     assert projection_order.order_of("GPT2LMHeadModel") == {projection_order.TOGETHER}

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_cp.errors import BatchMismatchError, ConfigError
+from lightning_cp.errors import BatchMismatchError, ConfigError, ShapeError
+from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
 from tests.helpers.pool import expect_on_every_rank
 from tests.helpers.pretended.device import PretendedDevice
 from tests.helpers.pretended.runs import Cell, Module, PretendedAccelerator, execute, padded_batch
@@ -96,3 +97,16 @@ def test_ranks_compare_batches_that_are_on_the_device(name: str) -> None:
     """Labels are read on the host; of the tokens a checksum is."""
     match = rf"{name} \(values\)"
     expect_on_every_rank(2, train_on_other_batches, name, error=BatchMismatchError, match=match)
+
+
+def shard_twice(rank: int, world_size: int) -> None:
+    shard = FabricStrategy.shard_batch
+    twice = mock.patch.object(
+        FabricStrategy, "shard_batch", lambda own, batch: shard(own, shard(own, batch))
+    )
+    with twice:
+        execute(rank, world_size, Cell("ddp", driver="fabric", model="hf"))
+
+
+def test_a_shard_on_the_device_is_not_sharded_again() -> None:
+    expect_on_every_rank(2, shard_twice, error=ShapeError, match="was sharded already")
