@@ -247,16 +247,10 @@ def weights(module: pl.LightningModule) -> dict[str, torch.Tensor]:
 
 def cells(count: int) -> list[Cell]:
     """Every engine and mode; packed rows, Muon, tensor parallelism, precisions, offload and Fabric."""
-    modes = [
-        "ulysses",
-        "ring",
-        "zigzag_llama3",
-        *(["hybrid"] if count >= 4 and count % 2 == 0 else []),
-    ]
-    engines, halves = ("ddp", "fsdp", "zero1"), count % 2 == 0
+    modes, engines, halves = _modes(count), ("ddp", "fsdp", "zero1"), count % 2 == 0
     found = [Cell(count, engine, mode) for engine in engines for mode in modes]
     if halves:
-        shared = ["ring", "ulysses"] if count >= 4 else ["ring"]
+        shared = _modes(count // 2)
         found += [Cell(count, "hsdp", mode, data=2) for mode in shared]
         found += [Cell(count, "zero1", "ring", data=2), Cell(count, "fsdp", "ring", data=2)]
         found += [Cell(count, "fsdp", mode, tp=2) for mode in shared]
@@ -266,10 +260,18 @@ def cells(count: int) -> list[Cell]:
     for optimizer in ("muon", "muonclip"):
         found += [Cell(count, engine, optimizer=optimizer) for engine in engines]
     found += [Cell(count, "fsdp", optimizer="muonclip", tp=2)] if halves else []
-    found += [Cell(count, engine, driver="fabric") for engine in engines]
+    found += [Cell(count, engine, mode, driver="fabric") for engine in engines for mode in modes]
     found += [Cell(count, "ddp", mode, precision="bf16-true") for mode in modes]
     found += [Cell(count, "fsdp", precision="bf16-true")]
     found += [Cell(count, engine, precision="16-mixed") for engine in engines]
     activations = (("activation_checkpointing", "blocks"), ("activation_offload", True))
     found += [Cell(count, engine, more=activations) for engine in ("ddp", "fsdp")]
     return [*found, Cell(count, "fsdp", more=(("cpu_offload", True),))]
+
+
+def _modes(ranks: int) -> list[str]:
+    """Modes of ranks that share a sample."""
+    if ranks == 1:
+        return ["ring"]
+    hybrid = ["hybrid"] if ranks >= 4 and ranks % 2 == 0 else []
+    return ["ulysses", "ring", "zigzag_llama3", *hybrid]

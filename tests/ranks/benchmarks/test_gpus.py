@@ -214,7 +214,12 @@ def test_lines_of_every_number_of_gpus(count: int) -> None:
     assert {cell.mode for cell in found if cell.precision == "bf16-true"} == modes
     assert {cell.precision for cell in found} == set(cells.LIMITS)
     assert {cell.optimizer for cell in found} == {"sgd", "muon", "muonclip"}
-    assert {cell.driver for cell in found} == {"trainer", "fabric"}
+    every = {(engine, mode) for engine in wanted - {"hsdp"} for mode in modes}
+    for driver in ("trainer", "fabric"):
+        assert {(cell.engine, cell.mode) for cell in found if cell.driver == driver} >= every
+    if count >= 4 and count % 2 == 0:
+        of_copies = {cell.mode for cell in found if cell.engine == "hsdp"}
+        assert of_copies == (modes if count == 8 else modes - {"hybrid"})
     assert {"activation_offload", "cpu_offload"} <= {k for cell in found for k, _ in cell.more}
     assert any(cell.packed for cell in found)
     assert any(cell.tp > 1 for cell in found) == (count % 2 == 0)
