@@ -99,15 +99,18 @@ class Adapter(nn.Module):
         self.down = nn.Linear(base.in_features, 2, bias=False)
 
 
+TINY = {
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+
+
 def test_names_that_from_pretrained_would_not_read_are_named(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=16,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    )
+    config = transformers.LlamaConfig(**TINY)
     network = transformers.LlamaForCausalLM(config)
     export_pretrained(network, tmp_path / "plain")  # no warning
     attention = network.model.layers[0].self_attn
@@ -126,13 +129,7 @@ def test_names_that_from_pretrained_would_not_read_are_named(tmp_path: Path) -> 
 
 def test_a_class_that_takes_more_than_its_config_is_exported(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=16,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    )
+    config = transformers.LlamaConfig(**TINY)
 
     class Own(transformers.LlamaForCausalLM):
         def __init__(self, config: Any, size: int) -> None:
