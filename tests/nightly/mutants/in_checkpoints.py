@@ -66,7 +66,7 @@ CHECKPOINT_MUTANTS = (
         "lightning_cp/checkpoint/manifest.py",
         "    if signed != text:",
         "    if not signed:",
-        (f"{DAMAGE}::test_any_changed_byte_is_found",),
+        (f"{DAMAGE}::test_any_changed_character_of_a_manifest_is_found",),
         "A changed byte in the manifest passes.",
     ),
     Mutant(

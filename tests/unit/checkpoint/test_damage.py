@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cp.checkpoint import full as full_file
-from lightning_cp.checkpoint.manifest import SaveInfo
+from lightning_cp.checkpoint.manifest import FileEntry, Manifest, SaveInfo, parse_manifest
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import save_checkpoint
 from lightning_cp.errors import CheckpointError
@@ -137,12 +137,21 @@ def test_another_format_version_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_manifest_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
-    from lightning_cp.checkpoint.manifest import FileEntry, Manifest
-
     save_checkpoint(state_of(1), tmp_path / "a", form="sharded")
     manifest = Manifest("sharded", "x", SaveInfo(), {"../b": FileEntry("0", 1)})
     (tmp_path / "a" / "manifest.json").write_text(manifest.render())
     refused(tmp_path / "a", "names '../b', which is outside its folder")
+
+
+def test_any_changed_character_of_a_manifest_is_found() -> None:
+    text = Manifest(
+        "sharded", "x", SaveInfo(1, {"ring": 2}, "ddp"), {"a": FileEntry("0", 1)}
+    ).render()
+    for at, character in enumerate(text):
+        for other in {"0", "1", " ", "b"} - {character}:
+            with pytest.raises(CheckpointError):
+                parse_manifest(text[:at] + other + text[at + 1 :], "manifest.json")
+    assert parse_manifest(text, "manifest.json").about.step == 1
 
 
 SAVED: dict[str, bytes] = {}
