@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -193,7 +194,13 @@ def _inherit_timeout(group: dist.ProcessGroup) -> None:
         return
     options: Any = getattr(world._get_backend(world._device_types[0]), "options", None)
     if hasattr(options, "_timeout"):  # backends of other packages may have none
-        dist.distributed_c10d._set_pg_timeout(options._timeout, group)
+        set_timeout(options._timeout, group)
+
+
+def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
+    """Set a group's timeout, by the public name that torch 2.14 made, or by the private one before."""
+    setter = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    setter(timeout, group)
 
 
 @contextmanager

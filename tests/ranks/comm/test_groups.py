@@ -145,12 +145,12 @@ def timeouts(rank: int, world_size: int) -> set[timedelta]:
     world = dist.group.WORLD
     assert world is not None
     before = timeout_of(world)
-    dist.distributed_c10d._set_pg_timeout(timedelta(minutes=77), world)
+    groups.set_timeout(timedelta(minutes=77), world)
     mesh = ContextParallelMesh(ring_size=2, data_parallel_shard_size=2)
     pairs = groups.gloo_group(torch.tensor([[0, 2], [1, 3]]))
     found = {timeout_of(group) for group in (pairs, *map(mesh.group, (*Axis, *Flat)))}
     mesh.destroy()
-    dist.distributed_c10d._set_pg_timeout(before, world)
+    groups.set_timeout(before, world)
     return found
 
 
