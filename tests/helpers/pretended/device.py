@@ -416,9 +416,11 @@ class _PretendedFunctions(TorchFunctionMode):
         if func is torch.Tensor.tolist and isinstance(args[0], PretendedTensor):
             return args[0].tolist()
         if func in _FROM_DATA and kwargs.get("device") == self._device.device:
-            made = func(*args, **{**kwargs, "device": "cpu", "requires_grad": False})
-            moved = self._device.move(made, self._device.device)
-            return moved.requires_grad_(kwargs.get("requires_grad", False))
+            if func is torch.as_tensor and isinstance(args[0], torch.Tensor):
+                return self._device.move(*args, **kwargs)
+            requires_grad = kwargs.pop("requires_grad", False)  # which as_tensor does not take
+            made = func(*args, **{**kwargs, "device": "cpu"})
+            return self._device.move(made, self._device.device).requires_grad_(requires_grad)
         if func in _MOVES and type(args[0]) in (torch.Tensor, nn.Parameter):
             where = _to_arguments(func, args)
             device = _destination(where, kwargs)[0]

@@ -29,6 +29,8 @@ def device() -> Iterator[PretendedDevice]:
         lambda: torch.randn(3, 4).to(CUDA),
         lambda: torch.randn(3, 4).cuda(),
         lambda: torch.tensor([[1.0]], device="cuda"),
+        lambda: torch.as_tensor([1.0], dtype=torch.float64, device="cuda"),
+        lambda: torch.as_tensor(torch.ones(2), device="cuda"),
         lambda: torch.ones(3).to(torch.ones(3, device=CUDA)),
         lambda: torch.ones(3, device=CUDA).new_tensor([1.0]),
         lambda: torch.ones(3, device=CUDA)[1:].view(2, 1),
@@ -43,6 +45,16 @@ def test_tensors_say_that_they_are_on_it(
     assert x.device == torch.device(CUDA)
     assert x.is_cuda
     assert not x.cpu().is_cuda
+
+
+def test_as_tensor_of_a_tensor_keeps_its_place_and_its_graph(device: PretendedDevice) -> None:
+    x = torch.ones(2, device=CUDA)
+    torch.as_tensor(x, dtype=None, device=CUDA).zero_()
+    assert x.cpu().tolist() == [0.0, 0.0]
+    own = torch.ones(2, requires_grad=True)
+    torch.as_tensor(own, device=CUDA).sum().backward()
+    assert own.grad is not None
+    assert not own.grad.is_cuda
 
 
 def test_gradients_and_optimizers_stay_on_it(device: PretendedDevice) -> None:
