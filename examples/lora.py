@@ -2,6 +2,7 @@
 
 Run ``python examples/lora.py``; ``--devices 1`` is one process of plain Lightning, and prints the same
 losses. The paragraphs of ``argparse``'s source are the documents; no document sees another.
+``--export FOLDER`` merges the adapters into the base model, for ``from_pretrained(FOLDER)``.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lightning_cp  # noqa: F401 - registers strategy="ulysses_ring"
+from lightning_cp.checkpoint import export_pretrained
 
 SEQ_LEN, STEPS = 512, 8
 
@@ -63,6 +65,16 @@ class Model(L.LightningModule):
             for name in ("q_proj", "v_proj"):
                 setattr(layer.self_attn, name, LoRA(getattr(layer.self_attn, name)))
 
+    @torch.no_grad()
+    def merge(self) -> LlamaForCausalLM:
+        """The base model under its own names, with the adapters in its weights."""
+        for layer in self.network.model.layers:
+            for name in ("q_proj", "v_proj"):
+                lora = getattr(layer.self_attn, name)
+                lora.base.weight += lora.scale * lora.up.weight @ lora.down.weight
+                setattr(layer.self_attn, name, lora.base)
+        return self.network
+
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         loss = self.network(**batch).loss
         self.log("loss", loss)
@@ -80,13 +92,14 @@ class Model(L.LightningModule):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--devices", type=int, default=2)
-    devices = parser.parse_args().devices
+    parser.add_argument("--export", metavar="FOLDER", help="a new folder for the merged model")
+    arguments = parser.parse_args()
     warnings.filterwarnings("ignore", r".*does not have many workers.*|.*LeafSpec.*")
     L.seed_everything(0, verbose=False)
     trainer = L.Trainer(
-        strategy="ulysses_ring" if devices > 1 else "auto",
+        strategy="ulysses_ring" if arguments.devices > 1 else "auto",
         accelerator="cpu",
-        devices=devices,
+        devices=arguments.devices,
         precision="64-true",  # except for the loss, which transformers computes in float32
         max_epochs=1,
         logger=False,
@@ -99,3 +112,5 @@ if __name__ == "__main__":
     if trainer.is_global_zero:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         print(f"trained {trained:,} of {sum(p.numel() for p in model.parameters()):,} parameters")
+    if arguments.export:
+        export_pretrained(model.merge(), arguments.export)  # every rank calls it

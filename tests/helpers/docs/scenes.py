@@ -204,7 +204,8 @@ def in_a_training_step(stage: Stage) -> None:
         stage.code += "\nself.layer"
     aligned = "head.bias" in stage.code
     labelled = aligned or "labels" in stage.code
-    labels = "aligned" if aligned else "auto" if labelled else "none"
+    shifted = "shift_labels" in stage.code
+    labels = "aligned" if aligned else "shift" if shifted else "auto" if labelled else "none"
     trainer = stage.names.get("trainer") or SmallTrainer(
         strategy=UlyssesRingStrategy(labels=labels)
     )

@@ -71,23 +71,51 @@ def of_one_and_of_two(folder: Path, script: Path, *arguments: str) -> list[str]:
     return found
 
 
-def test_lora_on_packed_documents_has_the_losses_of_one_process(tmp_path: Path) -> None:
-    alone, shared = of_one_and_of_two(tmp_path, EXAMPLES / "lora.py")
+def test_lora_on_packed_documents_is_that_of_one_process(tmp_path: Path) -> None:
+    """Its losses, and the merged model that it exports."""
+    alone, shared = of_one_and_of_two(tmp_path, EXAMPLES / "lora.py", "--export", "mergedCOUNT")
     assert len(losses(shared)) == 8
     assert losses(shared)[-1] < losses(shared)[0] - 0.1
     assert losses(shared) == pytest.approx(losses(alone), abs=2e-5)
-    assert losses(shared)[0] == pytest.approx(loss_of_separate_documents(), abs=2e-5)
+    torch.manual_seed(0)
+    base = lora_model().network
+    assert losses(shared)[0] == pytest.approx(loss_of_separate_documents(base), abs=2e-5)
     assert "trained 4,096 of 119,104 parameters" in shared
     assert "parity: one process and context parallel agree" in shared
+    one, two = (load_file(tmp_path / f"merged{n}/model.safetensors") for n in (1, 2))
+    assert one.keys() == two.keys()
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-7, atol=1e-9)
+        wrapped = "q_proj" in name or "v_proj" in name
+        old = base.get_parameter(name.replace(".weight", ".base.weight") if wrapped else name)
+        assert torch.equal(weight, old.double()) != wrapped, name
+    loads: Any = AutoModelForCausalLM.from_pretrained
+    merged, report = loads(tmp_path / "merged2", output_loading_info=True)
+    assert not any(report.values())
+    assert loss_of_separate_documents(merged) < losses(shared)[0] - 0.1
 
 
-def loss_of_separate_documents() -> float:
+def test_a_merged_model_computes_what_its_adapters_did() -> None:
+    model = lora_model().double()
+    ids = torch.arange(20)[None]
+    without = model.network(ids).logits
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    want = model.network(ids).logits
+    torch.testing.assert_close(model.merge()(ids).logits, want, rtol=1e-9, atol=1e-9)
+    assert (without - want).abs().max() > 0.1
+    assert not any(word in name for name in model.state_dict() for word in ("base", "up.", "down."))
+
+
+def lora_model() -> Any:
+    return runpy.run_path(str(EXAMPLES / "lora.py"))["Model"]()
+
+
+def loss_of_separate_documents(network: Any) -> float:
     """The loss of LoRA's first row, of its documents one by one."""
-    example = runpy.run_path(str(EXAMPLES / "lora.py"))
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        network = example["Model"]().network.double()
-    row = example["rows"]()[0]
+    network = network.double()
+    row = runpy.run_path(str(EXAMPLES / "lora.py"))["rows"]()[0]
     starts = (row["position_ids"] == 0).nonzero().flatten().tolist()
     assert len(starts) > 3
     total = count = 0

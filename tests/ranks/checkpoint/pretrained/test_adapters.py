@@ -1,10 +1,11 @@
-"""Adapters of peft, trained and exported under every engine: the files and values of one process.
+"""Adapters, trained and exported under every engine, alone or merged: the files and values of one process.
 
-``make test-trl`` installs peft beside the environment; without it these tests are skipped.
+``make test-trl`` installs peft beside the environment; without it the tests of peft are skipped.
 """
 
 from __future__ import annotations
 
+import runpy
 import warnings
 from importlib import import_module
 from pathlib import Path
@@ -14,14 +15,17 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
 
 from lightning_cp.checkpoint import export_pretrained
 from lightning_cp.errors import ConfigError
 from lightning_cp.fabric import UlyssesRingStrategy
 from tests.helpers.checkpoint.pretrained.models import make
+from tests.helpers.installed import ROOT
 from tests.helpers.pool import run_ranks
 from tests.helpers.pool.environment import PoolEnvironment
-from tests.helpers.strategies.small import alone
+from tests.helpers.strategies.small import alone, trainer_of
 
 IDS = torch.randint(0, 32, (3, 2, 24), generator=torch.Generator().manual_seed(3))
 
@@ -45,7 +49,7 @@ BASE = {
 def trained(
     rank: int, world: int, engine: str | None, folder: Path, *, base: Path | None = None
 ) -> None:
-    """Three steps, then the adapters' files; with ``base`` the strategy loads the frozen weights."""
+    """Three steps, then adapters and merged model; with ``base`` the strategy loads the frozen weights."""
     strategy: Any = "auto"
     if engine is None:
         alone()
@@ -76,6 +80,7 @@ def trained(
         with pytest.raises(ConfigError, match="of a model with adapters it writes the adapters"):
             network.save_pretrained(folder / "peft")
     export_pretrained(network, folder / "exported")
+    export_pretrained(network.merge_and_unload(), folder / "merged")
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -95,11 +100,47 @@ def test_exported_adapters_are_those_of_one_process(engine: str, tmp_path: Path)
         again = peft.PeftModel.from_pretrained(make(torch.float64, seed=6), str(exported))
         of_loaded = {n: p for n, p in again.named_parameters() if "lora_" in n}
         assert len(of_loaded) == len(found[-1]) > 2
+        require_merged(found[-1], tmp_path / name / "merged")
     want, got = found
     assert want.keys() == got.keys()
     for name, x in want.items():
         torch.testing.assert_close(got[name], x, rtol=1e-7, atol=1e-10)
         assert x.abs().max() > 1e-6, name
+
+
+def require_merged(adapters: dict[str, torch.Tensor], folder: Path) -> None:
+    """The base model's names and values, with those products added that peft defines."""
+    want = make(torch.float64, seed=6).state_dict()
+    for key, down in adapters.items():
+        if key.endswith("lora_A.weight"):
+            name = key.removeprefix("base_model.model.").replace(".lora_A", "")
+            scale = 8 / len(down)  # peft's lora_alpha / r
+            want[name] += scale * adapters[key.replace("lora_A", "lora_B")] @ down
+    loads: Any = AutoModelForCausalLM.from_pretrained
+    merged, report = loads(folder, output_loading_info=True)
+    assert not any(report.values())
+    torch.testing.assert_close(dict(merged.state_dict()), dict(want), rtol=1e-9, atol=1e-12)
+
+
+def merged_by_hand(rank: int, world: int, engine: str | None, folder: Path) -> None:
+    """Two steps of the example's model, and its export."""
+    engines = {"mode": "ring", "data_parallel": engine, "labels": "auto"}
+    trainer = trainer_of(world, engines if engine else None, precision="64-true", max_steps=2)
+    example = runpy.run_path(str(ROOT / "examples/lora.py"))
+    torch.manual_seed(5)
+    model = example["Model"]()
+    trainer.fit(model, DataLoader(example["rows"]()))
+    export_pretrained(model.merge(), folder)
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "zero1"])
+def test_adapters_of_your_own_merge_into_sharded_weights(engine: str, tmp_path: Path) -> None:
+    run_ranks(1, merged_by_hand, None, tmp_path / "alone")
+    run_ranks(2, merged_by_hand, engine, tmp_path / "ranks")
+    want, got = (load_file(tmp_path / x / "model.safetensors") for x in ("alone", "ranks"))
+    assert want.keys() == got.keys()
+    for name, x in want.items():
+        torch.testing.assert_close(got[name], x, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
