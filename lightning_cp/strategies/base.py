@@ -529,10 +529,12 @@ class ContextParallelStrategy:
         device, options = self._lightning.root_device, self._ddp_options
         wrapped = self.engine.wrap(module, self.mesh, device, options, methods)
         if self.engine.shards:
+            from lightning_cp.checkpoint.pretrained.adapters import guard_merge
             from lightning_cp.checkpoint.pretrained.export import guard_save_pretrained
 
             self._pretrained.load(module, device)
             guard_save_pretrained(module)
+            guard_merge(module)
         self.runtime.follow_progress(wrapped)
         return wrapped
 

@@ -30,6 +30,12 @@ from lightning_cp.checkpoint.atomic import (
     temporary_path,
     write_durably,
 )
+from lightning_cp.checkpoint.pretrained.adapters import (
+    ADAPTER_CONFIG,
+    adapters_of,
+    keep_adapters,
+    save_adapters,
+)
 from lightning_cp.checkpoint.pretrained.files import (
     INDEX,
     TensorFile,
@@ -121,25 +127,11 @@ def plan_export(
     rules = rules_of(keys)
     check_rules_used(rules, [name for names in held.aliases.values() for name in names])
     if adapters := adapters_of(network):
-        _keep_adapters(held, adapters)
-    parts = _parts(held, rules)
+        keep_adapters(held, network)
+    parts = _parts(held, rules, all_names=bool(adapters))
     shapes = {key: joined.shape(dtype) for key, joined in parts.items()}
     files = {} if adapters else split_into_files(shapes, file_bytes)
     return ExportPlan(network, parts, shapes, files, bool(rules), bool(adapters))
-
-
-def adapters_of(network: nn.Module) -> frozenset[str]:
-    """The names of a network's adapters, as peft and transformers store them."""
-    configs = getattr(network, "peft_config", None)
-    return frozenset(configs) if isinstance(configs, Mapping) else frozenset()
-
-
-def _keep_adapters(held: Tensors, adapters: frozenset[str]) -> None:
-    """Keep only adapters' tensors: their names contain the adapter's, or they are trained as well."""
-    for name, x in list(held.by_name.items()):
-        named = any(adapters & set(alias.split(".")) for alias in held.aliases[name])
-        if not (named or x.requires_grad):
-            del held.by_name[name], held.aliases[name]
 
 
 def _network(model: nn.Module, prefix: str | None) -> tuple[str, nn.Module]:
@@ -152,10 +144,10 @@ def _network(model: nn.Module, prefix: str | None) -> tuple[str, nn.Module]:
     return prefix or "", model
 
 
-def _parts(held: Tensors, rules: Sequence[Rule]) -> dict[str, JoinedTensor]:
+def _parts(held: Tensors, rules: Sequence[Rule], *, all_names: bool) -> dict[str, JoinedTensor]:
     parts: dict[str, JoinedTensor] = {}
     tensors = {alias: x for name, x in held.by_name.items() for alias in held.aliases[name]}
-    for name, rule in _rules(held, rules):
+    for name, rule in _rules(held, rules, all_names=all_names):
         key, keys = rule.sources[0], rule.sources
         if len(keys) > 1:
             raise ConfigError(
@@ -172,9 +164,15 @@ def _parts(held: Tensors, rules: Sequence[Rule]) -> dict[str, JoinedTensor]:
     return parts
 
 
-def _rules(held: Tensors, rules: Sequence[Rule]) -> Iterator[tuple[str, Rule]]:
-    """The rule for each parameter: tied ones under the first of their names that has a line in ``keys``."""
+def _rules(held: Tensors, rules: Sequence[Rule], *, all_names: bool) -> Iterator[tuple[str, Rule]]:
+    """The rule for each parameter: tied ones under the first of their names that has a line in ``keys``.
+
+    With ``all_names`` under each of their names, of which peft chooses.
+    """
     for names in held.aliases.values():
+        if all_names:
+            yield from ((name, rule_for(name, rules)) for name in names)
+            continue
         found = ((name, made) for name in names for rule in rules if (made := rule.of(name)))
         yield next(found, (names[0], rule_for(names[0], ())))
 
@@ -440,7 +438,7 @@ def export_pretrained(
                 raise writer.error
         if made.is_adapter:
             tensors = writer.gather_all(made)
-            writer.try_to(partial(_save_adapters, made.network, tensors))
+            writer.try_to(partial(save_adapters, made.network, tensors))
         else:
             writer.write(made)
         writer.try_to(partial(_finish, made))
@@ -499,11 +497,6 @@ def _begin(made: ExportPlan, config: Any, staged: Path) -> None:
             error_display.warn(text)
 
 
-def _save_adapters(network: Any, tensors: dict[str, torch.Tensor], staged: Path) -> None:
-    """Save adapters with the network's own method, which knows the names in the files."""
-    type(network).save_pretrained(network, str(staged), state_dict=tensors)
-
-
 def _check_free(target: Path, overwrite: bool, staged: Path) -> None:
     """Check that ``target`` is free, or holds only files that ``staged`` replaces."""
     if not os.path.lexists(target):
@@ -527,7 +520,7 @@ def _is_replaced(x: Path, target: Path, staged: Path) -> bool:
     if x.is_dir():
         return again.is_dir() and not x.is_symlink()
     ours = x.parent == target and (x.suffix == ".safetensors" or x.name in REPLACEABLE)
-    return ours or again.is_file()
+    return again.is_file() or (ours and not (staged / ADAPTER_CONFIG).exists())
 
 
 def _copy_tokenizer(target: Path, staged: Path) -> None:
@@ -557,12 +550,23 @@ def _save_config(made: ExportPlan, staged: Path, config: Any) -> None:
     if config is None:
         kind = type(made.network)
         saved.architectures = [kind.__name__.removeprefix("FSDP")]
+    if config is None and _is_untied(made.network):
+        saved.tie_word_embeddings = False  # else a reader would replace the head by the embeddings
     if floats:
         saved.dtype = max(set(floats), key=floats.count)
     saved.save_pretrained(staged)
     generation: Any = getattr(made.network, "generation_config", None)
     if config is None and callable(getattr(generation, "save_pretrained", None)):
         generation.save_pretrained(staged)
+
+
+def _is_untied(network: Any) -> bool:
+    """True if embeddings and head are two parameters."""
+    ends = [
+        getattr(network, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")
+    ]
+    first, last = (getattr(end, "weight", None) for end in ends)
+    return first is not None and last is not None and first is not last
 
 
 def _device_type(model: nn.Module) -> str:

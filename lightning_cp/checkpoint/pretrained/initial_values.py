@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_cp.checkpoint.pretrained.adapters import adapter_initializers
 from lightning_cp.checkpoint.pretrained.memory import out_of_memory_error, room_for_whole
 from lightning_cp.comm.reduce import broadcast_tensors
 from lightning_cp.utils.dtensor import local_part
@@ -48,14 +49,18 @@ def initializers_of(
     """Functions that set each owner's values, in the order of trial; none if nothing does.
 
     Its ``reset_buffers()``, then ``_init_weights(owner)`` of the innermost model around it that has one (as
-    transformers' do), then its ``reset_parameters()``.
+    transformers' do), then its ``reset_parameters()``. Adapters of peft: only what peft itself would do.
     """
     family: dict[nn.Module, Initialize] = {}
     for outer in model.modules():  # inner ones come later
         if callable(way := getattr(outer, "_init_weights", None)):
             family.update(dict.fromkeys(outer.modules(), way))
+    adapters = adapter_initializers(model)
     ways: dict[nn.Module, list[Initialize]] = {}
     for owner in owners:
+        if owner in adapters:
+            ways[owner] = adapters[owner]
+            continue
         found = [_own(owner, "reset_buffers"), family.get(owner)]
         found += [_own(owner, name) for name in _METHODS]
         ways[owner] = [way for way in found if way is not None]

@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from lightning_cp.checkpoint import export_pretrained
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.fabric import UlyssesRingStrategy
+from tests.helpers.checkpoint.pretrained.adapters import Network
 from tests.helpers.checkpoint.pretrained.models import make
 from tests.helpers.installed import ROOT
 from tests.helpers.pool import run_ranks
@@ -106,6 +107,93 @@ def test_exported_adapters_are_those_of_one_process(engine: str, tmp_path: Path)
     for name, x in want.items():
         torch.testing.assert_close(got[name], x, rtol=1e-7, atol=1e-10)
         assert x.abs().max() > 1e-6, name
+
+
+def built_on_meta(rank: int, world: int, engine: str, folder: Path, given: dict[str, Any]) -> None:
+    """A model of no values of its own, loaded; then what its adapters hold, and the merged model."""
+    peft: Any = import_module("peft")
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **given)
+    with torch.device("meta"):
+        network = peft.get_peft_model(make(torch.float64, device="meta"), lora)
+    keys = BASE
+    if "modules_to_save" in given:
+        keys = {**BASE, "lm_head.original_module.weight": "lm_head.weight"}
+    loads = {"path": str(folder / "base"), "keys": keys, "progress": False}
+    loads["allow_missing"] = ["*lora_*", "*modules_to_save*"]
+    strategy = UlyssesRingStrategy(mode="ring", data_parallel=engine, pretrained=loads)
+    fabric = Fabric(
+        accelerator="cpu", devices=world, strategy=strategy, plugins=[PoolEnvironment()]
+    )
+    fabric.launch()
+    learns = [p for p in network.parameters() if p.requires_grad]
+    if given.keys() - {"init_lora_weights"}:
+        with pytest.raises(
+            CheckpointError, match=r"(lora_A|modules_to_save)\.default .*real device"
+        ):
+            fabric.setup(network, torch.optim.SGD(learns, lr=0.5))
+        return
+    fabric.setup(network, torch.optim.SGD(learns, lr=0.5))
+    export_pretrained(network, folder / "adapters")
+    export_pretrained(network.merge_and_unload(), folder / "merged")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"init_lora_weights": "gaussian"},
+        {"use_dora": True},
+        {"modules_to_save": ["lm_head"]},
+    ],
+    ids=str,
+)
+def test_adapters_on_the_meta_device_begin_with_no_effect(
+    given: dict[str, Any], engine: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft", reason="peft is not installed: make test-trl")
+    base = make(torch.float64, seed=6)
+    base.save_pretrained(tmp_path / "base")
+    run_ranks(2, built_on_meta, engine, tmp_path, given)
+    if given.keys() - {"init_lora_weights"}:
+        return
+    adapters = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    assert all(bool(x.any()) == ("lora_A" in name) for name, x in adapters.items())
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    for name, x in merged.items():
+        assert torch.equal(x, base.state_dict()[name]), name
+
+
+def merges(rank: int, world: int, how: str) -> list[str]:
+    """What methods of a sharded model answer, and of a whole one."""
+    model: Any = Network(dora=how == "dora")
+    if how == "dora":
+        model.layer.lora_variant["default"] = object()
+    strategy = UlyssesRingStrategy(mode="ring", data_parallel="fsdp")
+    fabric = Fabric(
+        accelerator="cpu", devices=world, strategy=strategy, plugins=[PoolEnvironment()]
+    )
+    fabric.launch()
+    fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    found: list[str] = []
+    for method in (model.merge_and_unload, model.merge_adapter):
+        for given in ((), (None, True), (None, False)):
+            try:
+                method(*given)
+                found.append("merged")
+            except ConfigError as raised:
+                found.append(str(raised))
+    return found
+
+
+@pytest.mark.parametrize("how", ["plain", "dora"])
+def test_merging_that_pytorch_would_ignore_is_refused(how: str) -> None:
+    for answers in run_ranks(2, merges, how):
+        merged = [answer == "merged" for answer in answers]
+        assert merged == [how == "plain", False, how == "plain"] * 2
+        assert all(x == "merged" or "merge them in one process" in x for x in answers)
 
 
 def require_merged(adapters: dict[str, torch.Tensor], folder: Path) -> None:
