@@ -391,10 +391,13 @@ def with_a_checkpoint(stage: Stage) -> None:
     if dist.get_rank() == 0:
         reader.llama().save_pretrained(CHECKPOINT)
     dist.barrier()
-    stage.names.update(path=CHECKPOINT, documents=[row["input_ids"] for row in reader.rows()])
+    stage.names.update(path=CHECKPOINT, texts=["a line of text " * reader.LENGTH] * 2)
     stage.names.update(packed_rows=packed_rows())
     stage.code = stage.code.replace("131072", str(reader.LENGTH))
-    with mock.patch("huggingface_hub.snapshot_download", return_value=CHECKPOINT):
+    with (
+        mock.patch("huggingface_hub.snapshot_download", return_value=CHECKPOINT),
+        mock.patch("transformers.AutoTokenizer.from_pretrained", return_value=Letters()),
+    ):
         stage.run()
     if "trainer.fit(" in stage.code:
         new = AutoModelForCausalLM.from_pretrained("tuned").state_dict()
@@ -409,6 +412,20 @@ def with_a_checkpoint(stage: Stage) -> None:
     module: Any = type("Tuned", (Tuned,), own)()
     SmallTrainer(strategy=strategy).fit(module, reader.loader())
     assert module.trained == 2
+
+
+class Letters:
+    """A tokenizer of letters, as called by the docs."""
+
+    eos_token = "."
+
+    def __call__(self, texts: list[str]) -> dict[str, list[list[int]]]:
+        """Return a number for each letter."""
+        return {"input_ids": [[ord(letter) % reader.VOCAB for letter in text] for text in texts]}
+
+    def save_pretrained(self, folder: str) -> None:
+        """Leave a file."""
+        Path(folder, "tokenizer.json").write_text("{}")
 
 
 def packed_rows() -> Any:
