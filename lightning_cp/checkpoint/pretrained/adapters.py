@@ -68,7 +68,7 @@ def _rules(
 
 
 def _rule(layer: Any, kind: str, name: str, configs: Mapping[str, Any]) -> Rule | None:
-    """Return what peft's ``LoraLayer.reset_lora_parameters`` does with a tensor; ``None`` of other adapters."""
+    """Return what peft's ``reset_lora_parameters`` does with a tensor; ``None`` of other adapters."""
     how = getattr(configs[name], "init_lora_weights", None)
     is_gaussian = isinstance(how, str) and how.lower() == "gaussian"
     if not _is_plain_lora(layer, name, configs) or not (how is True or is_gaussian):
