@@ -69,7 +69,7 @@ def _rules(
 
 def _rule(layer: Any, kind: str, name: str, configs: Mapping[str, Any]) -> Rule | None:
     """Return what peft's ``reset_lora_parameters`` does with a tensor; ``None`` of other adapters."""
-    how = getattr(configs[name], "init_lora_weights", None)
+    how = getattr(configs.get(name), "init_lora_weights", None)
     is_gaussian = isinstance(how, str) and how.lower() == "gaussian"
     if not _is_plain_lora(layer, name, configs) or not (how is True or is_gaussian):
         return None
@@ -91,7 +91,8 @@ def _apply(rules: Mapping[str, Rule], module: nn.Module) -> None:
 
 def _is_plain_lora(layer: Any, name: str, configs: Mapping[str, Any]) -> bool:
     """True if it only adds ``B @ A`` to a weight: not a variant, such as DoRA."""
-    is_lora = configs[name].peft_type == "LORA" and hasattr(layer, "lora_A")
+    kind = getattr(configs.get(name), "peft_type", None)
+    is_lora = kind == "LORA" and hasattr(layer, "lora_A")
     return is_lora and name not in getattr(layer, "lora_variant", ())
 
 
