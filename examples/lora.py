@@ -94,10 +94,8 @@ if __name__ == "__main__":
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--export", metavar="FOLDER", help="a new folder for the merged model")
     arguments = parser.parse_args()
-    if (
-        arguments.export and Path(arguments.export).exists()
-    ):  # known before the training, not after it
-        parser.error(f"{arguments.export} is there already")
+    if arguments.export and Path(arguments.export).exists():
+        parser.error(f"{arguments.export} is there already. Name a new folder.")
     warnings.filterwarnings("ignore", r".*does not have many workers.*|.*LeafSpec.*")
     L.seed_everything(0, verbose=False)
     trainer = L.Trainer(

@@ -18,9 +18,10 @@ from lightning_cp.errors import CheckpointError, ConfigError
 
 Rule = Callable[[torch.Tensor], object]
 """A function that sets a tensor's values."""
-ADAPTER_CONFIG = "adapter_config.json"
-_OF_THEIR_OWN = (True, False, "gaussian", "eva")
-"""LoRA's ways to begin that read no weight of the model."""
+_WEIGHT_FREE_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""LoRA's initial values that peft computes without the model's weights."""
+_MERGED_IN_PLACE = ("LORA", "ADALORA", "LOHA", "LN_TUNING")
+"""Kinds of adapters that peft merges by operations which PyTorch applies to shards."""
 
 
 def adapters_of(network: nn.Module) -> Mapping[str, Any]:
@@ -29,13 +30,14 @@ def adapters_of(network: nn.Module) -> Mapping[str, Any]:
     return configs if isinstance(configs, Mapping) else {}
 
 
-def _adapted_layers(model: nn.Module) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Modules that hold parts of adapters, with the configs."""
-    for network in model.modules():
+def _adapted_layers(model: nn.Module) -> dict[Any, Mapping[str, Any]]:
+    """Modules that hold parts of adapters, with the configs of the innermost network around them."""
+    found: dict[Any, Mapping[str, Any]] = {}
+    for network in model.modules():  # inner ones come later
         if configs := adapters_of(network):
-            for layer in network.modules():
-                if getattr(layer, "adapter_layer_names", None):
-                    yield layer, configs
+            layers = [x for x in network.modules() if getattr(x, "adapter_layer_names", None)]
+            found.update(dict.fromkeys(layers, configs))
+    return found
 
 
 # First values. Parts of adapters are ordinary layers, which by themselves get values that change the model.
@@ -45,7 +47,7 @@ def _adapted_layers(model: nn.Module) -> Iterator[tuple[Any, Mapping[str, Any]]]
 def adapter_initializers(model: nn.Module) -> dict[nn.Module, list[Callable[[nn.Module], object]]]:
     """Functions that set parts of adapters as peft does; none for a part that only peft can set."""
     found: dict[nn.Module, list[Callable[[nn.Module], object]]] = {}
-    for layer, configs in _adapted_layers(model):
+    for layer, configs in _adapted_layers(model).items():
         for owner, rules in _rules(layer, configs):
             known = {name: rule for name, rule in rules.items() if rule is not None}
             found[owner] = [partial(_apply, known)] if len(known) == len(rules) else []
@@ -91,13 +93,16 @@ def _apply(rules: Mapping[str, Rule], module: nn.Module) -> None:
 
 def _is_plain_lora(layer: Any, name: str, configs: Mapping[str, Any]) -> bool:
     """True if it only adds ``B @ A`` to a weight: not a variant, such as DoRA."""
-    kind = getattr(configs.get(name), "peft_type", None)
-    is_lora = kind == "LORA" and hasattr(layer, "lora_A")
-    return is_lora and name not in getattr(layer, "lora_variant", ())
+    config = configs.get(name)
+    return getattr(config, "peft_type", None) == "LORA" and not _is_variant(layer, name, config)
 
 
-def check_made_of_loaded(model: nn.Module, in_files: Collection[int]) -> None:
-    """Check that no adapter was made of weights which the files replace now, but not the adapter.
+def _is_variant(layer: Any, name: str, config: Any) -> bool:
+    return getattr(config, "use_dora", False) or name in getattr(layer, "lora_variant", ())
+
+
+def check_adapter_origin(model: nn.Module, in_files: Collection[int]) -> None:
+    """Check that no adapter was computed from weights which the files replace now, but not the adapter.
 
     Args:
         model: before it is loaded.
@@ -106,51 +111,63 @@ def check_made_of_loaded(model: nn.Module, in_files: Collection[int]) -> None:
     Raises:
         CheckpointError: an adapter was.
     """
-    for layer, configs in _adapted_layers(model):
-        for name, config in configs.items():
-            if not (how := _made_of_weights(config)):
+    for layer, configs in _adapted_layers(model).items():
+        for kind in layer.adapter_layer_names:
+            parts = getattr(layer, kind, None)
+            if not isinstance(parts, nn.ModuleDict | nn.ParameterDict):
                 continue
-            every = [getattr(layer, kind, None) for kind in layer.adapter_layer_names]
-            own = [x[name] for x in every if isinstance(x, nn.ModuleDict) and name in x]
-            values = [x for part in own for x in part.parameters()]
-            if any(id(x) not in in_files and not x.is_meta for x in values):
-                raise CheckpointError(
-                    f"the adapter {name!r} ({how}) was made of the model's weights, which the files would "
-                    "replace: it would begin from others. Nothing was loaded. Leave pretrained= out, and "
-                    "add the adapter to a model of from_pretrained."
-                )
+            for name, part in parts.items():
+                values = [*part.parameters()] if isinstance(part, nn.Module) else [part]
+                how = _computed_from_weights(kind, configs.get(name))
+                if how and any(id(x) not in in_files and not x.is_meta for x in values):
+                    raise CheckpointError(
+                        f"the adapter {name!r} ({how}) was computed from weights that the checkpoint would "
+                        "replace. Nothing was loaded. Leave pretrained= out, and add the adapter to a model "
+                        "of from_pretrained; or name what modules_to_save copies in keys=."
+                    )
 
 
-def _made_of_weights(config: Any) -> str:
-    """Name of what peft computes of the model's weights when it adds an adapter; empty if it reads none."""
-    how = getattr(config, "init_lora_weights", True)
+def _computed_from_weights(kind: str, config: Any) -> str:
+    """Name of what peft computes from the model's weights when it adds an adapter; empty if it reads none."""
+    if kind in ("modules_to_save", "trainable_tokens_delta"):
+        return kind
     if getattr(config, "use_dora", False):
         return "DoRA"
-    return "" if how in _OF_THEIR_OWN else f"init_lora_weights={how!r}"
+    how = getattr(config, "init_lora_weights", None)
+    known = how.lower() if isinstance(how, str) else how
+    return "" if known in _WEIGHT_FREE_INITS else f"init_lora_weights={how!r}"
 
 
 # Files.
 
 
-def keep_adapters(held: Tensors, network: nn.Module) -> None:
-    """Keep only adapters' tensors: their names contain the adapter's, or they are trained as well.
+def adapters_to_export(network: nn.Module) -> Mapping[str, Any]:
+    """Configs of the adapters that an export writes; none of a merged model, whose config may stay.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: peft's wrapper of a merged model, which has neither.
     """
     adapters = adapters_of(network)
-    found = False
-    for name, x in list(held.by_name.items()):
-        named = any(adapters.keys() & set(alias.split(".")) for alias in held.aliases[name])
-        found |= named
-        if not (named or x.requires_grad):
-            del held.by_name[name], held.aliases[name]
-    if not found:
+    is_lora = bool(adapters) and all(
+        getattr(x, "peft_type", None) == "LORA" for x in adapters.values()
+    )
+    if not is_lora or _adapted_layers(network):
+        return adapters
+    if hasattr(type(network), "get_base_model"):
         kind = type(network).__name__.removeprefix("FSDP")
         raise ConfigError(
             f"{kind} has no tensors of its adapters ({', '.join(adapters)}): they are merged or removed. "
             "Export the model that merge_and_unload() returned."
         )
+    return {}
+
+
+def keep_adapters(held: Tensors, adapters: Collection[str]) -> None:
+    """Keep only adapters' tensors: their names contain the adapter's, or they are trained as well."""
+    for name, x in list(held.by_name.items()):
+        named = any(set(adapters) & set(alias.split(".")) for alias in held.aliases[name])
+        if not (named or x.requires_grad):
+            del held.by_name[name], held.aliases[name]
 
 
 def save_adapters(network: Any, tensors: dict[str, torch.Tensor], folder: Path) -> None:
@@ -170,21 +187,32 @@ def guard_merge(model: nn.Module) -> None:
 
 
 def _merge(module: Any, method: str, *given: Any, **options: Any) -> Any:
-    """Replacement of a method of peft, which assigns ``weight.data`` of adapters other than plain LoRA.
+    """Replacement of a method of peft, which for some adapters assigns ``weight.data``.
 
     Raises:
         ConfigError: on shards (DTensors), where PyTorch ignores that.
     """
     own = getattr(type(module), method)
-    safe_merge = inspect.signature(own).bind(module, *given, **options).arguments.get("safe_merge")
-    sharded = any(isinstance(x, DTensor) for x in module.parameters())
-    layers = [(x, c) for x, c in _adapted_layers(module) if hasattr(x, "base_layer")]
-    plain = all(_is_plain_lora(x, name, c) for x, c in layers for name in c)
-    if sharded and (safe_merge or not plain):
-        what = "safe_merge=True" if safe_merge else "adapters other than plain LoRA"
-        raise ConfigError(
-            f"{method}() of sharded weights cannot merge {what}: PyTorch would ignore what peft assigns. "
-            "Export the adapters with export_pretrained on all ranks, and merge them in one process: "
-            "PeftModel.from_pretrained(base, folder).merge_and_unload()."
-        )
+    arguments = inspect.signature(own).bind(module, *given, **options).arguments
+    if any(isinstance(x, DTensor) for x in module.parameters()):
+        if arguments.get("safe_merge"):
+            raise ConfigError(
+                f"{method}(safe_merge=True) of sharded weights would change nothing: PyTorch ignores what "
+                "peft assigns. Leave safe_merge out."
+            )
+        names = arguments.get("adapter_names") or getattr(module, "active_adapters", ())
+        refused = [name for name in names if not _is_merged_in_place(module, name)]
+        if refused:
+            raise ConfigError(
+                f"{method}() of sharded weights cannot merge the adapter {refused[0]!r}, which is no plain "
+                "LoRA: PyTorch may ignore what peft assigns. Export the adapters with export_pretrained on "
+                "all ranks, and merge them in one process: PeftModel.from_pretrained(base, "
+                "folder).merge_and_unload()."
+            )
     return own(module, *given, **options)
+
+
+def _is_merged_in_place(module: nn.Module, name: str) -> bool:
+    config = adapters_of(module).get(name)
+    variants = (_is_variant(layer, name, config) for layer in _adapted_layers(module))
+    return getattr(config, "peft_type", None) in _MERGED_IN_PLACE and not any(variants)

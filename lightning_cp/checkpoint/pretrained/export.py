@@ -31,8 +31,7 @@ from lightning_cp.checkpoint.atomic import (
     write_durably,
 )
 from lightning_cp.checkpoint.pretrained.adapters import (
-    ADAPTER_CONFIG,
-    adapters_of,
+    adapters_to_export,
     keep_adapters,
     save_adapters,
 )
@@ -126,8 +125,8 @@ def plan_export(
         )
     rules = rules_of(keys)
     check_rules_used(rules, [name for names in held.aliases.values() for name in names])
-    if adapters := adapters_of(network):
-        keep_adapters(held, network)
+    if adapters := adapters_to_export(network):
+        keep_adapters(held, adapters)
     parts = _parts(held, rules, all_names=bool(adapters))
     shapes = {key: joined.shape(dtype) for key, joined in parts.items()}
     files = {} if adapters else split_into_files(shapes, file_bytes)
@@ -433,7 +432,7 @@ def export_pretrained(
             writer.try_to(partial(_begin, made, config))
             writer.try_to(partial(_copy_tokenizer, target))
             if not made.is_adapter:  # adapters' files are known later
-                writer.try_to(partial(_check_free, target, overwrite))
+                writer.try_to(partial(_check_free, made, target, overwrite))
             if writer.error is not None:
                 raise writer.error
         if made.is_adapter:
@@ -442,7 +441,7 @@ def export_pretrained(
         else:
             writer.write(made)
         writer.try_to(partial(_finish, made))
-        writer.try_to(partial(_check_free, target, overwrite))  # writing may have taken hours
+        writer.try_to(partial(_check_free, made, target, overwrite))  # writing may have taken hours
         writer.try_to(lambda folder: put_in_place(folder, target))
         world.raise_on_all(writer.error, device, what=EXPORTING)
     finally:
@@ -497,13 +496,13 @@ def _begin(made: ExportPlan, config: Any, staged: Path) -> None:
             error_display.warn(text)
 
 
-def _check_free(target: Path, overwrite: bool, staged: Path) -> None:
+def _check_free(made: ExportPlan, target: Path, overwrite: bool, staged: Path) -> None:
     """Check that ``target`` is free, or holds only files that ``staged`` replaces."""
     if not os.path.lexists(target):
         return
     if target.is_symlink() or not target.is_dir():
         raise ConfigError(f"{target.name} is there, and no folder. Name another one.")
-    lost = next((x for x in target.rglob("*") if not _is_replaced(x, target, staged)), None)
+    lost = next((x for x in target.rglob("*") if not _is_replaced(made, x, target, staged)), None)
     if lost is not None:
         raise ConfigError(
             f"the folder {target.name} holds {lost.relative_to(target)}, which this export does not write "
@@ -515,12 +514,12 @@ def _check_free(target: Path, overwrite: bool, staged: Path) -> None:
         )
 
 
-def _is_replaced(x: Path, target: Path, staged: Path) -> bool:
+def _is_replaced(made: ExportPlan, x: Path, target: Path, staged: Path) -> bool:
     again = staged / x.relative_to(target)
     if x.is_dir():
         return again.is_dir() and not x.is_symlink()
     ours = x.parent == target and (x.suffix == ".safetensors" or x.name in REPLACEABLE)
-    return again.is_file() or (ours and not (staged / ADAPTER_CONFIG).exists())
+    return again.is_file() or (ours and not made.is_adapter)
 
 
 def _copy_tokenizer(target: Path, staged: Path) -> None:
@@ -550,8 +549,8 @@ def _save_config(made: ExportPlan, staged: Path, config: Any) -> None:
     if config is None:
         kind = type(made.network)
         saved.architectures = [kind.__name__.removeprefix("FSDP")]
-    if config is None and _is_untied(made.network):
-        saved.tie_word_embeddings = False  # else a reader would replace the head by the embeddings
+    if config is None and getattr(saved, "tie_word_embeddings", False):
+        saved.tie_word_embeddings = not _is_untied(made.network)  # older readers would tie them
     if floats:
         saved.dtype = max(set(floats), key=floats.count)
     saved.save_pretrained(staged)
@@ -562,9 +561,10 @@ def _save_config(made: ExportPlan, staged: Path, config: Any) -> None:
 
 def _is_untied(network: Any) -> bool:
     """True if embeddings and head are two parameters."""
-    ends = [
-        getattr(network, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")
-    ]
+    try:
+        ends = network.get_output_embeddings(), network.get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # transformers' of a model without words
+        return False
     first, last = (getattr(end, "weight", None) for end in ends)
     return first is not None and last is not None and first is not last
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.checkpoint.pretrained.adapters import check_made_of_loaded
+from lightning_cp.checkpoint.pretrained.adapters import check_adapter_origin
 from lightning_cp.checkpoint.pretrained.files import open_weight_files
 from lightning_cp.checkpoint.pretrained.initial_values import computable, dtypes, materialize
 from lightning_cp.checkpoint.pretrained.keys import rules_of, tensors_of, unwrap
@@ -351,7 +351,7 @@ def load_pretrained(
     with world.raising_on_all(reach.type, what=LOADING):
         plan = _plan(model, path, chosen)
         in_files = {id(x) for k, x in plan.tensors.by_name.items() if k not in plan.missing}
-        check_made_of_loaded(model, in_files)
+        check_adapter_origin(model, in_files)
         rest = UnsavedTensors(model, in_files, chosen.initialize)
         wanted = _bytes_needed(model, rest, dtype_of(chosen.dtype), own_device, reach)
     check_same_plan(plan, chosen)

@@ -25,20 +25,24 @@ class Adapted(nn.Module):
         self.lora_variant: dict[str, object] = {}
         self.lora_A = nn.ModuleDict({"default": nn.Linear(IN, RANK, bias=False)})
         self.lora_B = nn.ModuleDict({"default": nn.Linear(RANK, OUT)})
-        self.lora_embedding_A = nn.ParameterDict({"default": torch.empty(RANK, IN)})
-        self.lora_embedding_B = nn.ParameterDict({"default": torch.empty(OUT, RANK)})
+        self.lora_embedding_A = nn.ParameterDict({"default": torch.rand(RANK, IN)})
+        self.lora_embedding_B = nn.ParameterDict({"default": torch.rand(OUT, RANK)})
         self.magnitude = nn.ModuleDict()
 
 
 class Network(nn.Module):
     """A model that has a way to initialise any layer, as transformers' have, and ways to save and merge."""
 
-    def __init__(self, how: object = True, kind: str = "LORA", *, dora: bool = False) -> None:
+    def __init__(
+        self, how: object = True, kind: str = "LORA", *, dora: bool = False, folder: str = "."
+    ) -> None:
         super().__init__()
         self.layer = Adapted()
+        self.folder = folder
         given = SimpleNamespace(peft_type=kind, init_lora_weights=how, use_dora=dora)
         self.peft_config = {"default": given}
         self.config = None
+        self.active_adapters = ["default"]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer.base_layer(x)
@@ -48,9 +52,14 @@ class Network(nn.Module):
             nn.init.constant_(parameter, 9.0)
 
     def save_pretrained(self, folder: str, state_dict: dict[str, torch.Tensor]) -> None:
+        place = Path(folder) / self.folder  # peft's of an adapter with another name than "default"
+        place.mkdir(exist_ok=True)
         own = {name: x.clone() for name, x in state_dict.items()}  # tied ones share memory
-        save_file(own, Path(folder) / "adapter_model.safetensors")
-        (Path(folder) / "adapter_config.json").write_text("{}")
+        save_file(own, place / "adapter_model.safetensors")
+        (place / "adapter_config.json").write_text("{}")
+
+    def get_base_model(self) -> nn.Module:
+        return self.layer
 
     def merge_and_unload(self, progressbar: bool = False, safe_merge: bool = False) -> Any:
         return self.layer.base_layer

@@ -168,8 +168,9 @@ def test_adapters_on_the_meta_device_begin_with_no_effect(
 
 def merges(rank: int, world: int, how: str) -> list[str]:
     """What methods of a sharded model answer, and of a whole one."""
-    model: Any = Network(dora=how == "dora")
-    if how == "dora":
+    model: Any = Network(kind="LORA" if how in ("plain", "dora", "variant") else how)
+    model.peft_config["default"].use_dora = how == "dora"
+    if how == "variant":
         model.layer.lora_variant["default"] = object()
     strategy = UlyssesRingStrategy(mode="ring", data_parallel="fsdp")
     fabric = Fabric(
@@ -188,12 +189,13 @@ def merges(rank: int, world: int, how: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("how", ["plain", "dora"])
+@pytest.mark.parametrize("how", ["plain", "LOHA", "dora", "variant", "IA3"])
 def test_merging_that_pytorch_would_ignore_is_refused(how: str) -> None:
     for answers in run_ranks(2, merges, how):
         merged = [answer == "merged" for answer in answers]
-        assert merged == [how == "plain", False, how == "plain"] * 2
-        assert all(x == "merged" or "merge them in one process" in x for x in answers)
+        assert merged == [how in ("plain", "LOHA"), False, how in ("plain", "LOHA")] * 2
+        assert "Leave safe_merge out" in answers[1]
+        assert answers[0] == "merged" or "merge them in one process" in answers[0]
 
 
 def require_merged(adapters: dict[str, torch.Tensor], folder: Path) -> None:

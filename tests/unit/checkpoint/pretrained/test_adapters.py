@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import ResNetConfig, ResNetModel
 
 from lightning_cp.checkpoint import export_pretrained
 from lightning_cp.errors import ConfigError
@@ -72,13 +75,48 @@ def test_adapters_on_a_real_device_keep_their_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [{"how": "pissa"}, {"how": "olora"}, {"dora": True}], ids=str)
-def test_adapters_made_of_weights_that_are_replaced_are_refused(
+def test_adapters_computed_from_weights_that_are_replaced_are_refused(
     given: dict[str, Any], tmp_path: Path
 ) -> None:
     model = on("cpu", tmp_path, **given)
-    refuse(model, tmp_path, "was made of the model's weights", allow_missing=["*lora_*"])
-    for how in (True, False, "gaussian"):
+    refuse(model, tmp_path, "was computed from weights", allow_missing=["*lora_*"])
+    for how in (True, False, None, "Gaussian", "orthogonal"):
         load(on("cpu", tmp_path, how), tmp_path, allow_missing=["*lora_*"])
+
+
+class Copied(nn.Module):
+    """A trained copy of a layer, as peft makes for ``modules_to_save``."""
+
+    adapter_layer_names = ("modules_to_save",)
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.original_module = layer
+        self.modules_to_save = nn.ModuleDict({"default": copy.deepcopy(layer)})
+
+
+def test_copies_of_weights_that_are_replaced_are_refused(tmp_path: Path) -> None:
+    save_file({"head.weight": torch.ones(3, 3)}, tmp_path / "model.safetensors")
+    model: Any = nn.Module()
+    head: Any = Copied(nn.Linear(3, 3, bias=False))
+    model.head = head
+    model.peft_config = Network().peft_config
+    keys = {"head.original_module.weight": "head.weight"}
+    refuse(model, tmp_path, "modules_to_save.*keys=", keys=keys, allow_missing=["*to_save*"])
+    keys["head.modules_to_save.default.weight"] = "head.weight"
+    load(model, tmp_path, keys=keys)
+    assert head.modules_to_save["default"].weight.eq(1).all()
+
+
+def test_adapters_within_a_model_with_others_keep_their_own_config(tmp_path: Path) -> None:
+    save_file({"layer.base_layer.weight": torch.ones(OUT, IN)}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        outer: Any = nn.Module()
+        inner: Any = Network()
+        outer.base_model = inner
+    outer.peft_config = {"prompt": SimpleNamespace(peft_type="PROMPT_TUNING")}
+    load(outer, tmp_path, allow_missing=["*lora_*"])
+    assert not inner.layer.lora_B["default"].weight.any()
 
 
 def written(path: Path) -> dict[str, torch.Tensor]:
@@ -110,14 +148,40 @@ def test_adapters_do_not_replace_a_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds model.safetensors, which this export does not"):
         export_pretrained(model, tmp_path, overwrite=True)
     assert (tmp_path / "model.safetensors").read_bytes() == b"base"
+    model.folder = "mine"
+    with pytest.raises(ConfigError, match=r"holds model.safetensors, which this export does not"):
+        export_pretrained(model, tmp_path, overwrite=True)
+    model.folder = "."
     export_pretrained(model, tmp_path / "own")
     nn.init.ones_(model.layer.lora_A["default"].weight)
     export_pretrained(model, tmp_path / "own", overwrite=True)
     assert written(tmp_path / "own")["layer.lora_A.default.weight"].eq(1).all()
 
 
+def test_a_config_that_outlives_its_adapters_does_not_hide_the_model(tmp_path: Path) -> None:
+    """As older releases of peft leave it on the merged model."""
+    model = make()
+    model.peft_config = Network().peft_config
+    export_pretrained(model, tmp_path / "made")
+    assert load_file(tmp_path / "made/model.safetensors").keys() >= {"model.norm.weight"}
+
+
+def test_trained_tensors_without_the_name_of_an_adapter_are_written(tmp_path: Path) -> None:
+    model: Any = Network(kind="ADAPTION_PROMPT")
+    model.layer = nn.Linear(2, 2)  # trained, as peft's adaption_prompt
+    export_pretrained(model, tmp_path / "made")
+    assert written(tmp_path / "made").keys() == {"layer.weight", "layer.bias"}
+
+
+def test_a_model_without_words_is_exported(tmp_path: Path) -> None:
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])
+    config.tie_word_embeddings = True
+    export_pretrained(ResNetModel(config), tmp_path / "made")
+    assert (tmp_path / "made/config.json").is_file()
+
+
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_head_of_its_own_is_written_as_such(tied: bool, tmp_path: Path) -> None:
+def test_an_untied_head_is_written_as_untied(tied: bool, tmp_path: Path) -> None:
     """As of ``modules_to_save``: the config still says that embeddings and head are one."""
     model = make(tie_word_embeddings=True)
     if not tied:
