@@ -549,8 +549,8 @@ def _save_config(made: ExportPlan, staged: Path, config: Any) -> None:
     if config is None:
         kind = type(made.network)
         saved.architectures = [kind.__name__.removeprefix("FSDP")]
-    if config is None and getattr(saved, "tie_word_embeddings", False):
-        saved.tie_word_embeddings = not _is_untied(made.network)  # older readers would tie them
+        if getattr(saved, "tie_word_embeddings", False):
+            saved.tie_word_embeddings = not _is_untied(made.network)  # older readers would tie them
     if floats:
         saved.dtype = max(set(floats), key=floats.count)
     saved.save_pretrained(staged)
